@@ -29,7 +29,7 @@ PALETTE = (
 )
 """Colour and marker of a series."""
 
-FAMILIES = (
+FONT_FAMILIES = (
     *("DejaVu Sans", "Noto Sans CJK SC", "Noto Sans SC", "Source Han Sans SC", "Source Han Sans CN", "WenQuanYi Micro Hei"),
     *("WenQuanYi Zen Hei", "PingFang SC", "Hiragino Sans GB", "Heiti SC", "Microsoft YaHei", "SimHei"),
     *("Noto Sans CJK JP", "Droid Sans Fallback", "Arial Unicode MS"),
@@ -203,7 +203,7 @@ def drawable(texts: Sequence[str]) -> tuple[list[str], list[str]]:
     """
     family_of = {c: family_with(c) for c in dict.fromkeys("".join(texts))}
     spelled = ["".join(c if family_of[c] or c == "\n" else f"U+{ord(c):04X}" for c in text) for text in texts]
-    return spelled, list(dict.fromkeys([FAMILIES[0], *filter(None, family_of.values())]))
+    return spelled, list(dict.fromkeys([FONT_FAMILIES[0], *filter(None, family_of.values())]))
 
 
 @functools.cache
@@ -216,14 +216,16 @@ def family_with(character: str) -> str | None:
 
 @functools.cache
 def fonts() -> list[tuple[str, Any]]:
-    """Return the upright, regular face of every installed font family, ``FAMILIES`` first."""
+    """Return the upright, regular face of every installed font family, ``FONT_FAMILIES`` first."""
     from matplotlib.font_manager import fontManager
     from matplotlib.ft2font import FT2Font
 
     faces = [e for e in fontManager.ttflist if e.style == "normal" and e.weight in (400, "normal", "regular")]
     files = {e.name: e.fname for e in sorted(faces, key=lambda e: e.fname, reverse=True)}
     families = []
-    for name in sorted(files, key=lambda name: (FAMILIES.index(name) if name in FAMILIES else len(FAMILIES), name)):
+    for name in sorted(
+        files, key=lambda name: (FONT_FAMILIES.index(name) if name in FONT_FAMILIES else len(FONT_FAMILIES), name)
+    ):
         try:
             font = FT2Font(files[name])
         except (RuntimeError, OSError):  # deleted since matplotlib made its list, or a bitmap font

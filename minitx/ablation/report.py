@@ -238,7 +238,7 @@ def _limits(results: Sequence[Mapping[str, Any]]) -> list[Text]:
 # --- numbers
 
 
-def _place(grid: AblationConfig, f: Contrast) -> dict[str, str]:
+def _first_columns(grid: AblationConfig, f: Contrast) -> dict[str, str]:
     """Return the first columns of a row about a comparison."""
     return {"study": title(grid, f.comparison.study), "setting": condition_text(grid, f.condition)}
 
@@ -252,7 +252,7 @@ def _number_table(findings: Findings) -> Table:
         bound, formula = (None if value is None else number(value) for value in (f.bound, f.predicted))
         predicted = say("%(formula)s (formula), at most %(bound)s", formula=formula, bound=bound) if formula else bound or ""
         row = {
-            **_place(grid, f),
+            **_first_columns(grid, f),
             "what": words(grid, f.endpoint.text),
             **{column: say("%(arm)s: %(value)s", arm=words(grid, arm), value=span_text(value)) for column, arm, value in arms},
             "ratio or difference": span_text(f.estimate),
@@ -298,7 +298,7 @@ def _share_table(findings: Findings) -> Table:
     """What limits the largest stable rate of the first arm, by the searches that train a part of the weights."""
     rows = [
         {
-            **_place(findings.grid, f),
+            **_first_columns(findings.grid, f),
             **{"η*": _middle_text(parts.whole for parts in f.parts)},
             **{"η_QK": _middle_text(parts.qk for parts in f.parts), "η_R": _middle_text(parts.rest for parts in f.parts)},
             "share of W_Q and W_K": span_text(f.share),
@@ -327,7 +327,7 @@ def _bound_table(findings: Findings) -> Table:
     searched = [(f, parts) for f in findings.findings for parts in f.parts]
     rows = [
         {
-            **_place(findings.grid, f),
+            **_first_columns(findings.grid, f),
             **{"seed": str(parts.seed), "η*": span_text(parts.whole)},
             **{"lower bound": span_text(parts.lower), "upper bound": span_text(parts.upper), "η* is": parts.place},
         }

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 Z95 = 1.959963984540054
 _NO_LABEL = f"data: there is nothing to evaluate: all labels are {IGNORED}"
 
-KINDS = ("language_model", "masked_lm", "classify", "seq2seq")
+EVALUATED_KINDS = ("language_model", "masked_lm", "classify", "seq2seq")
 """The kinds of tasks with their own metrics."""
 
 
@@ -187,7 +187,7 @@ def evaluate(
     rows: dict[str, Any] = {"rows": count, "of_rows": source.num_rows, "left_out": [*task.left_out.get(split, ())]}
     with objective_on(_device_of(network), objective), evaluating(network), torch.inference_mode():
         answers = task.kind == "seq2seq" and len(task.val_examples if split == "val" else task.test_examples) == source.num_rows
-        has_metrics = task.kind in KINDS and (answers or task.kind != "seq2seq")
+        has_metrics = task.kind in EVALUATED_KINDS and (answers or task.kind != "seq2seq")
         if not has_metrics or not isinstance(objective, CrossEntropy):
             return Evaluation(_of_sums(net, source, options, objective), dict(baselines()), **rows)
         nll, counts, right = _losses(net, source, options)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from pages import random_snapshot
 
+from minitx import canvas
 from minitx.analysis import (
-    canvas,
     head_heatmap,
     head_scores,
     heatmap,

@@ -52,12 +52,9 @@ def _at_the_start(options: Mapping[str, Any], large: Contrast, small: Contrast |
     """Return the sentence on the steps to learn the task from scratch."""
     default: str = ""
     if small is not None:
-        has_no_more = small.interval is not None and small.interval[0].high <= 1
-        no_more, more = (
-            "; with GPT-2's smaller weights, our default, no more",
-            "; with GPT-2's smaller weights, our default, %(times)s (%(range)s)",
-        )
-        default = say(no_more if has_no_more else more, **_effect(small))
+        no_more = "; with GPT-2's smaller weights, our default, no more"
+        more = "; with GPT-2's smaller weights, our default, %(times)s (%(range)s)"
+        default = say(no_more if small.interval and small.interval[0].high <= 1 else more, **_effect(small))
     message = "At the start, if initial weights are large: with variance 1/width (LeCun), a one-head model (d_k = %(width)s) needs %(times)s times as many steps of %(optimizer)s (%(range)s) to learn a lookup%(default)s."
     width, (optimizer,) = options["widths"]["wide"], options["time"]
     return say(message, width=width, optimizer=optimizer, default=default, **_effect(large))
