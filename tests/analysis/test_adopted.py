@@ -346,8 +346,7 @@ def test_a_head_that_is_knocked_out_costs_what_its_zeroed_output_costs(name):
     assert float(effects.mean[-1, 2]) == pytest.approx(change, abs=1e-6) and change != 0
 
 
-@pytest.mark.parametrize("what", ["values", "heads", "weights"])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("name", "what"), [*zip(KINDS, ("values", "heads", "weights"), strict=True)])
 def test_patching_reads_the_logits_and_restores_a_share_of_them(name, what):
     model, clean = adopted(name)
     corrupted = {**clean, "input_ids": clean["input_ids"].clone().index_fill(1, torch.tensor([0, 3]), 7)}

@@ -173,7 +173,7 @@ READERS = {
 }
 
 
-@pytest.mark.parametrize("positions", [[1], 2, [3, 2]])
+@pytest.mark.parametrize("positions", [2, [3, 2]])
 @pytest.mark.parametrize(
     "reader", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("Gemma2", "OPT", "T5"))) for name in READERS]
 )

@@ -25,8 +25,6 @@ def attention(query, key, value, mask=None):
 SOLUTIONS = {  # what the notebook says of each
     "none": (None, "it raises the same error in every call"),
     "right": (RIGHT, "points     3 of 3 in stage 3"),
-    "no scale": (RIGHT.replace("scores / query.shape[-1] ** 0.5", "scores"), "wrong      no scale"),
-    "inverted": (RIGHT.replace("(~mask,", "(mask,"), "wrong      mask inverted"),
     "NaN": (
         RIGHT.replace("torch.finfo(scores.dtype).min", "-torch.inf").replace("weights.masked_fill(~mask, 0.0)", "weights"),
         "wrong      NaN where a query sees nothing",

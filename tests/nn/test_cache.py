@@ -8,24 +8,19 @@ import pytest
 import torch
 from sizes import FUSED_CPU, OpRecorder, assert_same, in_pieces, tokens
 from sizes import small_model as model
-from test_models import PAIRS
 
 from minitx.nn import KVCache, MultiHeadAttention, PrefixLM, SlidingWindow
 from minitx.nn.efficient import LinearAttention
 
 E, H, L = 12, 3, 23
 LOG_LENGTH, WINDOWS = {"position": "rotary", "scale": "log_length"}, (4, (1, None), 40)
-WINDOWED = (
-    *({"position": position} for position in ("alibi", "t5", "learned")),
-    {"position": "rotary", "num_kv_heads": 1, "softcap": 2.0, "sinks": True},
-    LOG_LENGTH,
-)
 WAYS = [
-    *({"position": position, **options} for position, options in PAIRS),
+    {"position": "learned"},
+    {"position": "alibi", "window": 4},
+    {**LOG_LENGTH, "window": (1, None)},
     {"position": "rotary", "rotary_interleaved": True, "rotary_scaling": "ntk", "rotary_factor": 4.0},
-    {"position": "rotary", "qk_norm": "layer"},
-    *({**options, "window": window} for options in WINDOWED for window in WINDOWS),
-    *({"attention": kind, "position": "rotary", "num_kv_heads": 1} for kind in ("linear", "performer")),
+    {"position": "rotary", "num_kv_heads": 1, "softcap": 2.0, "sinks": True, "window": 40},
+    {"position": "rotary", "num_kv_heads": 1, "attention": "linear"},
 ]
 TOKEN_BY_TOKEN, UNEVEN = [1] * L, [2, 7, 1, 9, 4]
 
@@ -36,13 +31,12 @@ def caches(network):
     return [network.make_cache(L), *([KVCache(L, num_layers=2)] if can_keep_all else [])]
 
 
-@pytest.mark.parametrize("padding", [(0, 0, 0), (0, 4, 9)], ids=["whole", "left-padded"])
 @pytest.mark.parametrize("options", WAYS, ids=str)
-def test_decoding_with_a_cache_equals_the_full_forward_and_reordered_rows_go_on(options, padding):
+def test_decoding_with_a_cache_equals_the_full_forward_and_reordered_rows_go_on(options):
     network, ids, rows = model(**options), tokens(3, L), torch.tensor([1, 1, 0])
     near = 1e-10 if "attention" in options else 1e-12
-    real = torch.arange(L) >= torch.tensor(padding).unsqueeze(1)
-    mask = {"key_mask": real} if any(padding) else {}
+    real = torch.arange(L) >= torch.tensor([[0], [4], [9]])
+    mask = {"key_mask": real}
     want = network(ids, **mask)
     for split, cache in ((TOKEN_BY_TOKEN, network.make_cache(L)), *((UNEVEN, cache) for cache in caches(network))):
         assert_same(in_pieces(network, ids, split, cache, **mask)[real], want[real], near)

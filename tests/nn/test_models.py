@@ -13,20 +13,6 @@ from minitx.nn.models import MODELS
 
 V, E, L = 13, 12, 7
 POSITIONS = ("learned", "sinusoidal", "rotary", "alibi", "t5", "none")
-NORM_POSITIONS = ("pre", "post", "sandwich", "deepnorm")
-VARIANTS = {
-    **{f"scale {word}": {"scale": word} for word in ("unscaled", "learned", "log_length")},
-    "grouped": {"num_kv_heads": 1},
-    "window": {"window": 2},
-    "qk-norm": {"qk_norm": "rms"},
-    "soft-cap": {"softcap": 2.0},
-    "parallel": {"parallel": True},
-    "swiglu rms": {"activation": "swiglu", "norm": "rms", "bias": False},
-    **{f"{kind}-norm": {"norm_position": kind} for kind in NORM_POSITIONS},
-    "layer scale": {"layer_scale": 0.5},
-    "sinks": {"sinks": True},
-}
-PAIRS = [*((position, {}) for position in POSITIONS), *(("rotary", options) for options in VARIANTS.values())]
 
 
 def reach(network, length=L, **inputs):
@@ -39,7 +25,7 @@ def reach(network, length=L, **inputs):
     return torch.stack(rows).abs().sum(-1)
 
 
-@pytest.mark.parametrize(("position", "options"), PAIRS, ids=str)
+@pytest.mark.parametrize(("position", "options"), [("learned", {}), ("t5", {}), ("rotary", {"window": 2})], ids=str)
 def test_future_tokens_receive_no_gradient_and_change_no_bit(position, options):
     network, ids = model(position=position, **options), tokens(2, L)
     seen = reach(network) > 0
@@ -48,20 +34,6 @@ def test_future_tokens_receive_no_gradient_and_change_no_bit(position, options):
     other[:, 4:] = other[:, 4:] % (V - 1) + 1
     assert torch.equal(network(ids)[:, :4], network(other)[:, :4])
     assert not torch.equal(network(ids)[:, 4:], network(other)[:, 4:])
-
-
-@pytest.mark.parametrize(("position", "options"), PAIRS, ids=str)
-def test_packed_documents_equal_separate_runs_beside_padding_too(position, options):
-    network = model(position=position, **options)
-    first, second, padding = tokens(1, 4), tokens(1, 6), tokens(1, 2)
-    documents, real = torch.tensor([[3] * 6 + [9] * 6]), torch.tensor([[False] * 2 + [True] * 10])
-    ids = torch.cat((padding, first, second), dim=1)  # padding shares the first id
-    for packed in (
-        network(ids, key_mask=real, document_ids=documents)[:, 2:],
-        network(ids[:, 2:], document_ids=documents[:, 2:]),
-    ):
-        assert_same(packed[:, :4], network(first))
-        assert_same(packed[:, 4:], network(second))
 
 
 def test_packed_documents_need_positions_for_the_longest_alone():
