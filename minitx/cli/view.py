@@ -11,7 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minitx.cli.command_line import StoredConfig, check_output, checkpoint_of, refusing, run_program, write, writing
+from minitx.cli.command_line import (
+    StoredConfig,
+    check_output,
+    checkpoint_of,
+    open_stored,
+    refusing,
+    run_program,
+    write,
+    writing,
+)
 from minitx.cli.compose import FilePath
 from minitx.config import ConfigError
 from minitx.config.schema import Config, Count, Natural, require
@@ -261,7 +270,7 @@ def _steps(files: dict[str, list[str]]) -> dict[str, int]:
 
 def _open(config: ViewConfig, name: str, file: str) -> tuple[Any, Any, Stored | None]:
     """Return a model, its tokenizer, and the contents of its checkpoint (None for a Hugging Face folder)."""
-    from minitx.cli.inputs import open_hf, open_stored, with_attention
+    from minitx.cli.inputs import open_hf, with_attention
     from minitx.training.checkpoints import place
 
     if config.model:
