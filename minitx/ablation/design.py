@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from minitx.config.schema import Config, Count, Finite, Natural, Positive, require
+from minitx.config.schema import Config, ConfigError, Count, Finite, Natural, Positive, require
 from minitx.config.training import WindowConfig
 
 RATE = "lr"
@@ -99,28 +99,27 @@ class StudyConfig(Config):
     keep_attention: bool = False
 
     def check(self) -> None:
-        chooses = not self.measures or {"loss", "accuracy"} & {*self.scores}
-        require(bool(chooses), f"measures={list(self.measures)} need the score loss or accuracy to choose the rate")
+        if self.measures and not {"loss", "accuracy"} & {*self.scores}:
+            raise ConfigError(f"measures={list(self.measures)} need the score loss or accuracy to choose the rate")
         if self.threshold is not None:
-            searches = not self.scores and RATE not in self.factors
-            require(searches, f"threshold searches for the rate itself: remove scores and the factor {RATE}")
+            if self.scores or RATE in self.factors:
+                raise ConfigError(f"threshold searches for the rate itself: remove scores and the factor {RATE}")
             _require_known("arms", self.arms, self.threshold.first, "threshold.first")
-        require(
-            not {"arm", "seed"} & {*self.factors},
-            "factors.arm and factors.seed are reserved for the arms and seeds of the study: choose other names",
-        )
+        if {"arm", "seed"} & {*self.factors}:
+            raise ConfigError(
+                "factors.arm and factors.seed are reserved for the arms and seeds of the study: choose other names"
+            )
         require(len({*self.scores}) == len(self.scores), f"scores={list(self.scores)} names a score twice")
-        words = [level for level in self.factors.get(RATE, ()) if not _is_rate(level)]
-        require(
-            not words, f"factors.{RATE} has the level {words[:1]}, but the name of a learning rate must be a positive number"
-        )
         rates = self.factors.get(RATE, {})
+        if words := [level for level in rates if not _is_rate(level)]:
+            raise ConfigError(
+                f"factors.{RATE} has the level {words[:1]}, but the name of a learning rate must be a positive number"
+            )
         require(len({*map(float, rates)}) == len(rates), f"factors.{RATE} names a rate twice: {', '.join(rates)}")
-        for level, overrides in rates.items():
-            for rate in (text.partition("=")[2] for text in overrides if text.lstrip("+").startswith("optimizer.lr=")):
-                fits = not _is_rate(rate) or float(rate) == float(level)
-                require(
-                    fits, f"factors.{RATE}.{level} has optimizer.lr={rate}, but the report would show {level}: make them equal"
+        for level, rate in ((level, settings(overrides).get("optimizer.lr", level)) for level, overrides in rates.items()):
+            if _is_rate(rate) and float(rate) != float(level):
+                raise ConfigError(
+                    f"factors.{RATE}.{level} has optimizer.lr={rate}, but the report would show {level}: make them equal"
                 )
         there = {"arm": self.arms, "seed": [str(seed) for seed in self.seeds], **self.factors}
         for skip in self.skip:
@@ -270,11 +269,12 @@ class AblationConfig(Config):
     report_only: bool = False
 
     def check(self) -> None:
-        fits = self.launcher == "slurm" or not self.launcher_options
-        require(fits, f"launcher_options={dict(self.launcher_options)} need launcher=slurm, got launcher=local")
-        require(
-            self.about is not None or not self.options, f"options={dict(self.options)} need about, the module that reads them"
-        )
+        if self.launcher_options and self.launcher != "slurm":
+            raise ConfigError(
+                f"launcher_options={dict(self.launcher_options)} need launcher=slurm, got launcher={self.launcher}"
+            )
+        if self.options and self.about is None:
+            raise ConfigError(f"options={dict(self.options)} need about, the module that reads them")
         require(self.ratio_margin > 1, f"ratio_margin={self.ratio_margin:g} must be above 1")
         _require_known("only", self.only, self.studies, "ablation.studies")
         for name, study in self.studies.items():
@@ -297,10 +297,10 @@ class AblationConfig(Config):
         _require_known(f"{place}.arms", arms, study.arms, f"studies.{name}.arms")
         if law is not None:
             _require_known(f"{place}.law", filter(None, (law.factor, law.parts)), study.factors, f"studies.{name}.factors")
-            numbers = law.factor != RATE and all(map(_is_rate, study.factors[law.factor]))
-            require(
-                numbers, f"{place}.law.factor={law.factor} must be a factor other than {RATE} whose levels are positive numbers"
-            )
+            if law.factor == RATE or not all(map(_is_rate, study.factors[law.factor])):
+                raise ConfigError(
+                    f"{place}.law.factor={law.factor} must be a factor other than {RATE} whose levels are positive numbers"
+                )
             if law.parts is not None:
                 _require_known(f"{place}.law.parts={law.parts} needs levels", PARTS, study.factors[law.parts], "it")
 
@@ -308,16 +308,14 @@ class AblationConfig(Config):
         laws, study, endpoint = self._laws(place, expected), self.studies[expected.study], expected.endpoint
         _require_known(f"{place}.endpoint", [endpoint], study.endpoints, "that study")
         divides = bool(expected.over or expected.formula)
-        require(
-            not divides or endpoint in ("threshold", "time"),
-            f"{place}: over and formula divide ratios, but {endpoint} is compared by a difference",
-        )
+        if divides and endpoint not in ("threshold", "time"):
+            raise ConfigError(f"{place}: over and formula divide ratios, but {endpoint} is compared by a difference")
         if expected.over is not None:
             self._laws(f"{place}.over", expected.over)
         require(not (divides and expected.share), f"{place}.share=true is a number of its own: no over and no formula")
-        has_parts = all(law and law.parts for law in laws)
         for key in ("formula", "share"):
-            require(has_parts or not getattr(expected, key), f"{place}.{key}=true needs a law with parts in the comparison")
+            if getattr(expected, key) and not all(law and law.parts for law in laws):
+                raise ConfigError(f"{place}.{key}=true needs a law with parts in the comparison")
 
     def _laws(self, place: str, compared: OverConfig) -> list[LawConfig | None]:
         """Return the laws of a comparison, after checking that the comparison and the condition exist."""
@@ -348,6 +346,16 @@ class AblationConfig(Config):
         return {name: study for name, study in self.studies.items() if name in names}
 
 
+def settings(overrides: Iterable[str]) -> dict[str, str]:
+    """Return the values of overrides by key. The last override of a key applies.
+
+    >>> settings(["seed=1", "+data.path=a=b", "seed=2"])
+    {'seed': '2', 'data.path': 'a=b'}
+    """
+    pairs = (text.lstrip("+").partition("=") for text in overrides)
+    return {key: value for key, _, value in pairs}
+
+
 def _is_rate(level: str) -> bool:
     try:
         return 0.0 < float(level) < math.inf
@@ -357,5 +365,5 @@ def _is_rate(level: str) -> bool:
 
 def _require_known(place: str, names: Iterable[str], allowed: Iterable[str], owner: str) -> None:
     allowed = list(allowed)
-    unknown = [name for name in names if name not in allowed]
-    require(not unknown, f"{place}={unknown} not found; {owner} has {', '.join(allowed)}")
+    if unknown := [name for name in names if name not in allowed]:
+        raise ConfigError(f"{place}={unknown} not found; {owner} has {', '.join(allowed)}")

@@ -56,8 +56,8 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from minitx.ablation.design import RATE, AblationConfig, StudyConfig, ThresholdConfig
-from minitx.config import CONFIG_DIR, to_dict
+from minitx.ablation.design import RATE, AblationConfig, StudyConfig, ThresholdConfig, settings
+from minitx.config import CONFIG_DIR, ConfigError, to_dict
 from minitx.config.schema import require
 from minitx.config.shipped import shipped_configs
 from minitx.config.training import WindowConfig
@@ -179,16 +179,6 @@ def _in_quotes(path: str) -> str:
     return '"' + path.replace('"', r"\"") + '"'
 
 
-def settings(overrides: Iterable[str]) -> dict[str, str]:
-    """Return the values of overrides by key. The last override of a key applies.
-
-    >>> settings(["seed=1", "+data.path=a=b", "seed=2"])
-    {'seed': '2', 'data.path': 'a=b'}
-    """
-    pairs = (text.lstrip("+").partition("=") for text in overrides)
-    return {key: value for key, _, value in pairs}
-
-
 def command_of(words: Sequence[str]) -> str:
     """Return the command that runs these overrides. ``--config-dir`` comes first, as argparse requires."""
     return shlex.join(["python", "scripts/train.py", *sorted(words, key=lambda text: not text.startswith(CONFIG_DIR))])
@@ -242,8 +232,8 @@ def _check_apart(where: str, parts: Mapping[str, Iterable[str]]) -> None:
     keys = {name: {*settings(overrides)} for name, overrides in parts.items()}
     keys["base"] &= {"seed"}
     for first, second in itertools.combinations(keys, 2):
-        both = ", ".join(sorted(keys[first] & keys[second]))
-        require(not both, f"{where}: {first} and {second} both set {both}")
+        if both := sorted(keys[first] & keys[second]):
+            raise ConfigError(f"{where}: {first} and {second} both set {', '.join(both)}")
 
 
 def _grid_places(name: str, study: StudyConfig) -> Iterator[GridPlace]:

@@ -73,5 +73,6 @@ def mean_interval(values: Sequence[float]) -> tuple[float, Span] | None:
     """
     if len(values) < 2:
         return None
-    mean, half = float(np.mean(values)), float(stats.t.ppf(0.5 + CONFIDENCE / 2, len(values) - 1) * stats.sem(values))
-    return mean, Span(mean - half, mean + half)
+    mean = float(np.mean(values))
+    low, high = stats.t.interval(CONFIDENCE, len(values) - 1, loc=mean, scale=stats.sem(values))
+    return mean, Span(float(low), float(high))

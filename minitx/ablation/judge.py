@@ -287,11 +287,8 @@ def _contrast(grid: AblationConfig, runs: Runs, comparison: ComparisonConfig, co
         judged = [arm.done.get((arm.best_rate(endpoint, seed), seed)) for arm in arms]
         reference, treatment = (endpoint.value(run) if run else None for run in judged)
         if reference is not None and treatment is not None:
-            pairs.append(
-                SeedPair(
-                    seed, [run.rate for run in judged if run], (reference, treatment), endpoint.effect(reference, treatment)
-                )
-            )
+            rates, effect = [run.rate for run in judged if run], endpoint.effect(reference, treatment)
+            pairs.append(SeedPair(seed, rates, (reference, treatment), effect))
     tried = [(arm.rates[0], arm.rates[-1]) for arm in arms if arm.rates]
     law = comparison.law if endpoint.is_ratio else None
     part = law.part(condition) if law else None

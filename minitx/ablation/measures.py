@@ -53,8 +53,8 @@ def check_measures(grid: AblationConfig) -> None:
     """Raise a ConfigError if a study names a measure that is not in ``MEASURES``."""
     known = re.compile("|".join(MEASURES).replace("_N", r"_\d+"))
     for name, study in grid.studies.items():
-        fits = all(map(known.fullmatch, study.measures))
-        require(fits, f"ablation.studies.{name}.measures={list(study.measures)} must be among {', '.join(MEASURES)}")
+        if not all(map(known.fullmatch, study.measures)):
+            raise ConfigError(f"ablation.studies.{name}.measures={list(study.measures)} must be among {', '.join(MEASURES)}")
 
 
 class SameStart(L.Callback):
@@ -83,10 +83,10 @@ class SameStart(L.Callback):
             expected, actual = Net.of(before)(batch), module.net(batch)
         error = float((actual - expected).abs().max() / expected.abs().max())
         Path(trainer.default_root_dir, START_FILE).write_text(json.dumps({"error": error}) + "\n", encoding="utf-8")
-        require(
-            error <= LARGEST_ERROR,
-            f"the outputs differ from the outputs of {self.path} by {error:.1e} of the largest output, more than {LARGEST_ERROR:g}",
-        )
+        if not error <= LARGEST_ERROR:
+            raise ConfigError(
+                f"the outputs differ from the outputs of {self.path} by {error:.1e} of the largest output, more than {LARGEST_ERROR:g}"
+            )
 
     def _start(self, trainer: L.Trainer, module: Any) -> nn.Module:
         """Return the network that the run starts from. A head that the folder does not contain is initialised as in the run."""

@@ -45,10 +45,9 @@ from minitx.ablation.formatting import (
     words,
 )
 from minitx.ablation.intervals import Span, mean_interval, median
-from minitx.ablation.judge import RATIOS, Contrast, Findings, middle, slopes, verdicts
+from minitx.ablation.judge import RATIOS, Contrast, Findings, Parts, middle, slopes, verdicts
 from minitx.canvas import DPI, png, svg
 from minitx.config import ConfigError
-from minitx.config.schema import require
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -107,10 +106,8 @@ def module_of(grid: AblationConfig) -> Any:
         module = importlib.import_module(grid.about)
     except (ImportError, TypeError, ValueError) as error:  # invalid module names raise the last two
         raise ConfigError(f"ablation.about={grid.about} cannot be imported: {error}") from error
-    require(
-        any(hasattr(module, part) for part in HOOKS),
-        f"ablation.about={grid.about} must define at least one of {', '.join(HOOKS)}",
-    )
+    if not any(hasattr(module, name) for name in HOOKS):
+        raise ConfigError(f"ablation.about={grid.about} must define at least one of {', '.join(HOOKS)}")
     return module
 
 
@@ -130,10 +127,8 @@ def write_report(findings: Findings, folder: Path, *, meta: Mapping[str, Any]) -
 
     sentences = of_question("sentences", []) or [_comparison_sentence(grid, f) for f in findings.findings[:6]]
     sentences = sentences or ["No comparison of this grid has a pair: two finished runs of the same seed."]
-    first, results = (
-        of_question("figure", pictures_of_studies[:1]),
-        [run.result for run in findings.runs.all if run.status == "done"],
-    )
+    first = of_question("figure", pictures_of_studies[:1])
+    results = [run.result for run in findings.runs.all if run.status == "done"]
     sections = [
         Section("Numbers", [_number_table(findings), _slope_table(findings), _share_table(findings), _bound_table(findings)]),
         *of_question("sections", []),
@@ -143,10 +138,8 @@ def write_report(findings: Findings, folder: Path, *, meta: Mapping[str, Any]) -
         Section("Limits", [*of_question("limits", []), *_limits(results)]),
         Section("What was run, and how to run it again", [_runs(findings), _not_done(findings), *_reproduce(meta)]),
     ]
-    sections = [
-        Section(section.title, [block for block in section.blocks if getattr(block, "rows", True)]) for section in sections
-    ]
-    sections = [section for section in sections if section.blocks]
+    shown = (Section(each.title, [block for block in each.blocks if getattr(block, "rows", True)]) for each in sections)
+    sections = [section for section in shown if section.blocks]
     pictures = [*first, *(block for section in sections for block in section.blocks if isinstance(block, Picture))]
     page = {
         **{"title": grid.question, "sentences": sentences, "pictures": first, "sections": sections, "dpi": DPI},
@@ -235,36 +228,36 @@ def _limits(results: Sequence[Mapping[str, Any]]) -> list[Text]:
         message = "The models are small (up to %(parameters)s parameters) and the runs are short (up to %(steps)s steps)."
         limits.append(say(message, parameters=parameters, steps=steps))
     if any(searches):
-        message = (
+        again = (
             "In %(again)s of %(searches)s searches a rate above the first failure was stable again. The first failure counts."
         )
-        limits.append(say(message, again=sum(searches), searches=len(searches)))
+        limits.append(say(again, again=sum(searches), searches=len(searches)))
     return limits
 
 
 # --- numbers
 
 
+def _place(grid: AblationConfig, f: Contrast) -> dict[str, str]:
+    """Return the first columns of a row about a comparison."""
+    return {"study": title(grid, f.comparison.study), "setting": condition_text(grid, f.condition)}
+
+
 def _number_table(findings: Findings) -> Table:
     """Return the table of all comparisons with their numbers."""
     grid, rows = findings.grid, []
     for f in findings.findings:
-        values = [span_text(median([pair.values[i] for pair in f.pairs], ratio=f.endpoint.is_ratio)) for i in range(2)]
-        first, second = (
-            say("%(arm)s: %(value)s", arm=words(grid, arm), value=value)
-            for arm, value in zip(f.comparison.arms, values, strict=True)
-        )
+        medians = (median([pair.values[i] for pair in f.pairs], ratio=f.endpoint.is_ratio) for i in range(2))
+        arms = zip(("first arm", "second arm"), f.comparison.arms, medians, strict=True)
         bound, formula = (None if value is None else number(value) for value in (f.bound, f.predicted))
+        predicted = say("%(formula)s (formula), at most %(bound)s", formula=formula, bound=bound) if formula else bound or ""
         row = {
-            "study": title(grid, f.comparison.study),
-            "setting": condition_text(grid, f.condition),
+            **_place(grid, f),
             "what": words(grid, f.endpoint.text),
-            **{"first arm": first, "second arm": second},
+            **{column: say("%(arm)s: %(value)s", arm=words(grid, arm), value=span_text(value)) for column, arm, value in arms},
             "ratio or difference": span_text(f.estimate),
             "range": range_text(f.interval, len(f.pairs)),
-            "predicted": say("%(formula)s (formula), at most %(bound)s", formula=formula, bound=bound)
-            if formula
-            else bound or "",
+            "predicted": predicted,
             "second arm has": say("%(word)s (a rate at the edge of those tried)", word=say(f.word)) if f.at_edge else f.word,
         }
         rows.append(row)
@@ -303,43 +296,45 @@ def _slope_table(findings: Findings) -> Table:
 
 def _share_table(findings: Findings) -> Table:
     """What limits the largest stable rate of the first arm, by the searches that train a part of the weights."""
-    grid, rows = findings.grid, []
-    for f in findings.findings:
-        if f.parts:
-            places = Counter(parts.place for parts in f.parts)
-            rows.append(
-                {
-                    "study": title(grid, f.comparison.study),
-                    "setting": condition_text(grid, f.condition),
-                    "η*": _middle_text([parts.whole for parts in f.parts]),
-                    "η_QK": _middle_text([parts.qk for parts in f.parts]),
-                    "η_R": _middle_text([parts.rest for parts in f.parts]),
-                    "share of W_Q and W_K": span_text(f.share),
-                    "range": range_text(f.share_interval, len(f.parts)),
-                    "between the bounds": say("%(part)s of %(whole)s", part=places["between"], whole=len(f.parts)),
-                }
-            )
+    rows = [
+        {
+            **_place(findings.grid, f),
+            **{"η*": _middle_text(parts.whole for parts in f.parts)},
+            **{"η_QK": _middle_text(parts.qk for parts in f.parts), "η_R": _middle_text(parts.rest for parts in f.parts)},
+            "share of W_Q and W_K": span_text(f.share),
+            "range": range_text(f.share_interval, len(f.parts)),
+            "between the bounds": say("%(part)s of %(whole)s", part=_between(f.parts), whole=len(f.parts)),
+        }
+        for f in findings.findings
+        if f.parts
+    ]
     caption = "What limits the largest stable rate η* of the first arm: medians over the seeds. η_QK if W_Q and W_K alone train, η_R if the rest alone trains. The share of W_Q and W_K is (1 / η_QK) / (1 / η_QK + 1 / η_R), and the formula's ratio 1 + (bound − 1) · share"
     return Table(caption, rows)
 
 
-def _middle_text(spans: Sequence[Span]) -> str:
+def _middle_text(spans: Iterable[Span]) -> str:
     """The median of the middles of brackets."""
     return number(float(np.median([middle(span) for span in spans])))
 
 
+def _between(listed: Sequence[Parts]) -> int:
+    """The number of η* that lie between their bounds."""
+    return sum(parts.place == "between" for parts in listed)
+
+
 def _bound_table(findings: Findings) -> Table:
     """Every η* whose parts were searched, with its two bounds."""
-    grid, rows = findings.grid, []
-    for f in findings.findings:
-        where = {"study": title(grid, f.comparison.study), "setting": condition_text(grid, f.condition)}
-        for parts in f.parts:
-            row = {**where, "seed": str(parts.seed), "η*": span_text(parts.whole)}
-            rows.append(
-                row | {"lower bound": span_text(parts.lower), "upper bound": span_text(parts.upper), "η* is": parts.place}
-            )
+    searched = [(f, parts) for f in findings.findings for parts in f.parts]
+    rows = [
+        {
+            **_place(findings.grid, f),
+            **{"seed": str(parts.seed), "η*": span_text(parts.whole)},
+            **{"lower bound": span_text(parts.lower), "upper bound": span_text(parts.upper), "η* is": parts.place},
+        }
+        for f, parts in searched
+    ]
     message = "η* and its bounds for each seed: %(between)s of %(searches)s lie between them. The lower bound is 1 / (1 / η_QK + 1 / η_R), the upper bound the smaller one of η_QK and η_R. Between: the bracket of η* overlaps the range from the lower to the upper bound, whose ends are known within brackets, too"
-    between = sum(row["η* is"] == "between" for row in rows)
+    between = _between([parts for _, parts in searched])
     return Table(say(message, between=between, searches=len(rows)), rows, is_open=False)
 
 
@@ -374,11 +369,8 @@ def _incomplete(findings: Findings) -> str:
 
 def _counts(findings: Findings) -> Text:
     total = Counter(str(run.status) for run in findings.runs.all)
-    counts = [
-        say("%(count)s %(status)s", count=total[status], status=say(status))
-        for status in ("done", "not run", "failed", "missing")
-        if total[status]
-    ]
+    statuses = [status for status in ("done", "not run", "failed", "missing") if total[status]]
+    counts = [say("%(count)s %(status)s", count=total[status], status=say(status)) for status in statuses]
     listed = Text(", ".join(counts), "，".join(map(chinese, counts)))
     message = "%(total)s run and searches: %(counts)s." if total.total() == 1 else "%(total)s runs and searches: %(counts)s."
     return say(message, total=f"{total.total():,}", counts=listed)
@@ -417,10 +409,8 @@ def _reproduce(meta: Mapping[str, Any]) -> list[str | Table]:
         if value := meta.get(name):
             shown_value = ", ".join(f"{k} {v}" for k, v in sorted(value.items())) if isinstance(value, Mapping) else str(value)
             rows.append({"what": name.replace("_", " "), "value": f"{value:.0f}" if isinstance(value, float) else shown_value})
-    sentence = (
-        "Every run is an ordinary training run. cells.csv has the command that runs it alone; cells.jsonl has its curves."
-    )
-    return [sentence, Table("What made this page", rows)]
+    command = "Every run is an ordinary training run. cells.csv has the command that runs it alone; cells.jsonl has its curves."
+    return [command, Table("What made this page", rows)]
 
 
 def study_pictures(findings: Findings) -> list[Picture]:

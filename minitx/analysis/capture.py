@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from minitx.analysis.statistics import over_tiles, real_queries, statistic_sums, statistics_of
 from minitx.analysis.token_places import PaddingWarner, models_that_count
+from minitx.nn.arguments import Arguments
 from minitx.nn.attention import MultiHeadAttention, attention_cores
 from minitx.nn.bias import TensorBias, as_bias
 from minitx.nn.blocks import Block, is_block, is_recomputing
@@ -276,19 +276,18 @@ def _is_core(module: nn.Module) -> bool:
 @cache
 def _mask_of_queries(kind: type[nn.Module]) -> str | None:
     """The argument that gives a module of this class the padding of the queries: our modules, or decoders of torch or transformers."""
-    names = inspect.signature(kind.forward).parameters
+    names = Arguments(kind).names
     for name in ("decoder_key_mask", "tgt_key_padding_mask"):
         if name in names:
             return name
     has_other_states = not {"encoder_hidden_states", "cross_attention_states", "image_attention_mask"}.isdisjoint(names)
-    return "attention_mask" if has_other_states and {"input_ids", "attention_mask"} <= names.keys() else None
+    return "attention_mask" if has_other_states and {"input_ids", "attention_mask"} <= {*names} else None
 
 
 def _real_of(kind: type[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
     """The mask of the queries in the arguments of a decoder of this class: False or 0 at padding. None without a mask."""
-    names = [*inspect.signature(kind.forward).parameters][1:]
     name = _mask_of_queries(kind)  # type: ignore[arg-type]  # a class is hashable
-    mask = (dict(zip(names, args, strict=False)) | dict(kwargs)).get(name)  # type: ignore[arg-type]
+    mask = Arguments(kind).of_call(args, kwargs).get(name)  # type: ignore[arg-type]
     if mask is None or name != "tgt_key_padding_mask":
         return mask
     mask = mask.unsqueeze(0) if mask.dim() == 1 else mask

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import warnings
@@ -23,9 +22,10 @@ from minitx.analysis.answers import Answer, Answers, Asked, read_answers
 from minitx.analysis.capture import LACKS, Layers, Look, chosen_names, layer_of, layers_of, warn_of_calls, watch
 from minitx.analysis.statistics import over_tiles
 from minitx.analysis.token_places import home_of, with_positions
+from minitx.nn.arguments import Arguments
 from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.blocks import Block
-from minitx.nn.efficient import EfficientAttention
+from minitx.nn.functional import EfficientAttention
 from minitx.nn.modes import evaluating
 from minitx.nn.precision import full_precision
 from minitx.nn.transfer import to_host
@@ -294,7 +294,7 @@ def take_snapshot(
 
 def _takes_ids(model: nn.Module, home: str) -> bool:
     """Whether the part ``home`` of a model reads ids, as the whole model does."""
-    return not home or SOURCE in inspect.signature(model.get_submodule(home).forward).parameters
+    return not home or SOURCE in Arguments(model.get_submodule(home)).names
 
 
 def _assembled(
@@ -335,10 +335,9 @@ def named_inputs(model: nn.Module, inputs: Tensor | Mapping[str, Any]) -> Mappin
         raise ValueError(
             f"{type(model).__name__} is the core of an attention layer and takes no x: pass the layer that contains it"
         )
-    first = next(iter(inspect.signature(model.forward).parameters.values()))
-    is_named = first.kind is not inspect.Parameter.VAR_POSITIONAL  # wrappers such as PEFT's take *args
+    first, *_ = *Arguments(model).ordered, SOURCE  # wrappers such as PEFT's take *args
     is_row = inputs.dim() == (2 if isinstance(model, MultiHeadAttention | Block) else 1)
-    return {first.name if is_named else SOURCE: inputs.unsqueeze(0) if is_row else inputs}
+    return {first: inputs.unsqueeze(0) if is_row else inputs}
 
 
 def as_weights(numbers: Any) -> Tensor:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
+from minitx.nn.arguments import Arguments
 from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.blocks import is_block
 from minitx.nn.positions import position_ids_from
@@ -39,7 +39,7 @@ def models_that_count(model: nn.Module) -> dict[str, nn.Module]:
         if not isinstance(table, nn.Embedding) or table.padding_idx is not None:
             continue
         reader: Any = model.get_submodule(home_of(model, name))
-        if not _is_hf(reader) or not {"input_ids", "position_ids"} <= _arguments(reader).keys():
+        if not _is_hf(reader) or not {"input_ids", "position_ids"} <= {*Arguments(reader).names}:
             continue
         longest = getattr(reader.config, "max_position_embeddings", None)
         if longest and table.num_embeddings - longest in OFFSETS and table is not reader.get_input_embeddings():
@@ -53,8 +53,8 @@ def with_positions(model: nn.Module, inputs: Mapping[str, Any]) -> Mapping[str, 
     The first real token gets position 0, as in transformers' ``generate``. The arguments are unchanged for other models, if they
     already have ``position_ids``, and without padding before a token.
     """
-    arguments = _arguments(model)
-    takes = "position_ids" in arguments or any(a.kind is inspect.Parameter.VAR_KEYWORD for a in arguments.values())
+    arguments = Arguments(model)
+    takes = "position_ids" in arguments.names or arguments.takes_any
     places = real_positions(inputs)
     if places is None or not takes or not models_that_count(model):
         return inputs
@@ -82,7 +82,7 @@ class PaddingWarner:
 
     def enter(self, name: str, module: nn.Module, args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
         """Warn once if the model ``module`` is called with padding before a token and without positions."""
-        arguments = dict(zip(_arguments(module), args, strict=False)) | dict(options)
+        arguments = Arguments(module).of_call(args, options)
         if not self.has_warned and real_positions(arguments) is not None:
             self.has_warned = True
             warnings.warn(
@@ -100,7 +100,7 @@ def modules_with_caches(model: nn.Module) -> dict[str, nn.Module]:
     """
     with_caches: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        is_ours = (is_block(module) or isinstance(module, MultiHeadAttention)) and "cache" in _arguments(module)
+        is_ours = (is_block(module) or isinstance(module, MultiHeadAttention)) and "cache" in Arguments(module).names
         if _is_hf(module) or (is_ours and not any(is_block(model.get_submodule(m)) for m in _enclosing(name, with_caches))):
             with_caches[name] = module
     return with_caches
@@ -108,7 +108,7 @@ def modules_with_caches(model: nn.Module) -> dict[str, nn.Module]:
 
 def length_before(module: nn.Module, args: tuple[Any, ...], options: Mapping[str, Any]) -> int:
     """Return the number of positions in the cache of a call of a module of ``modules_with_caches``."""
-    arguments = dict(zip(_arguments(module), args, strict=False)) | dict(options)
+    arguments = Arguments(module).of_call(args, options)
     if not _is_hf(module):
         return getattr(arguments.get("cache"), "length", 0)
     cache: Any = arguments.get("past_key_values")
@@ -123,7 +123,3 @@ def innermost(name: str, of_modules: Mapping[str, int]) -> int:
 def _enclosing(name: str, modules: Iterable[str]) -> Iterator[str]:
     """The ``modules`` that contain the module ``name``, including the module itself."""
     return (module for module in modules if not module or f"{name}.".startswith(f"{module}."))
-
-
-def _arguments(module: nn.Module) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(module.forward).parameters

@@ -17,9 +17,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from minitx.ablation.design import AblationConfig, ThresholdConfig
+from minitx.ablation.design import AblationConfig, ThresholdConfig, settings
 from minitx.ablation.execution import SLURM_JOBS, LocalPool, SlurmPool, WorkerPool, duration, run_cells
-from minitx.ablation.grid import Cell, Record, Runs, cells, code_fingerprint, command_of, read_json_lines, settings
+from minitx.ablation.grid import Cell, Record, Runs, cells, code_fingerprint, command_of, read_json_lines
 from minitx.ablation.judge import judge
 from minitx.ablation.report import module_of, write_report
 from minitx.cli.compose import by_key, compose_cell, compose_config, for_cells

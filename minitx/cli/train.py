@@ -141,7 +141,7 @@ def run_plan(config: RunConfig) -> None:
     Raises:
         ConfigError: the run is part of a sweep, or cannot be built.
     """
-    from minitx.training.run import show_plan
+    from minitx.training.memory_plan import show_plan
 
     require(HydraConfig.get().mode == RunMode.RUN, "trainer.plan=true is for single runs: remove -m")
     show_plan(config)

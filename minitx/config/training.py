@@ -31,6 +31,9 @@ CONFIG_DIR = "--config-dir="
 MODEL = "minitx.nn.build_model"
 """The ``_target_`` of our models, whose arguments are the fields of ``TransformerConfig``."""
 
+FOLDER_READER = "minitx.interop.weights.read_folder"
+"""The function that reads ``init_from.path`` if it is not a checkpoint: a Hugging Face folder, or a name on the hub."""
+
 NODES = {
     "model": MODEL,
     "data": "minitx.data.kjv",
@@ -279,8 +282,7 @@ class InitFrom(Config):
     """Weights to start from. The optimizer, the step count and the order of the data start anew.
 
     Attributes:
-        path: a checkpoint, a folder with config.json and weights (Hugging Face's or ours), or a name on the hub; null: new
-            weights.
+        path: a checkpoint, a Hugging Face folder, or a name on the hub; null: new weights.
         overrides: values that replace keys of a Hugging Face config.json.
         ignore: names or patterns of tensors in a Hugging Face folder that are not loaded.
         fold_scale: allow a model.scale that differs from the file's, and multiply W_Q and W_K so that the model starts as the

@@ -242,9 +242,11 @@ def labels_of(tables: Sequence[Any], column: str) -> tuple[list[np.ndarray], tup
     """
     columns: list[list[Any]] = []
     names = None
-    read = [[*table[column_of(table, column, "label_column")]] for table in tables]
-    read = _with_numbers([[value.strip() if isinstance(value, str) else value for value in values] for values in read], tables)
-    for table, values in zip(tables, read, strict=True):
+    for table in tables:
+        values = [
+            value.strip() if isinstance(value, str) else value for value in table[column_of(table, column, "label_column")]
+        ]
+        values = _numbers_of(values) if table.info.builder_name == "csv" else values
         class_names = getattr(table.features[column], "names", None)  # if there are any, values are indices into them
         nothing = (None, "", -1) if class_names else (None, "")
         without = sum(value in nothing or value != value for value in values)  # NaN is not equal to itself
@@ -267,25 +269,16 @@ def labels_of(tables: Sequence[Any], column: str) -> tuple[list[np.ndarray], tup
     return [np.array([number[value] for value in values]) for values in columns], tuple(map(str, names))
 
 
-def _with_numbers(columns: list[list[Any]], tables: Sequence[Any]) -> list[list[Any]]:
-    """The columns, with the texts of csv files converted to numbers or truth values, unless two texts are the same number (01 and 1)."""
-    known: list[dict[Any, Any]] = [
-        _numbers_of(values) if table.info.builder_name == "csv" else {} for table, values in zip(tables, columns, strict=True)
-    ]
-    whole = [[number for number in numbers.values() if type(number) is int] for numbers in known]
-    if any(len({*numbers}) < len(numbers) for numbers in whole):
-        return columns
-    return [[*map(numbers.get, values)] if numbers else values for numbers, values in zip(known, columns, strict=True)]
-
-
-def _numbers_of(values: Iterable[Any]) -> dict[Any, Any]:
-    """The numbers or truth values that the texts stand for, if all are numbers or all are truth values, else nothing."""
+def _numbers_of(texts: list[Any]) -> list[Any]:
+    """The numbers or truth values of a column of texts, if all are, or the texts. Two texts of one whole number (01 and 1) stay texts."""
     import pandas
 
-    texts = [*{*values}]
-    if {str(text).lower() for text in texts} <= {"true", "false"}:
-        return {text: str(text).lower() == "true" for text in texts}
+    different = [*{*texts}]
+    if {str(text).lower() for text in different} <= {"true", "false"}:
+        return [str(text).lower() == "true" for text in texts]
     try:
-        return dict(zip(texts, pandas.to_numeric(pandas.Series(texts)).tolist(), strict=True))
+        numbers = dict(zip(different, pandas.to_numeric(pandas.Series(different)).tolist(), strict=True))
     except ValueError:
-        return {}
+        return texts
+    is_unclear = all(type(number) is int for number in numbers.values()) and len({*numbers.values()}) < len(numbers)
+    return texts if is_unclear else [numbers[text] for text in texts]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +13,7 @@ import numpy as np
 
 from minitx.config import ConfigError
 from minitx.config.schema import Count, Fraction, require
-from minitx.data.file_formats import divided, load_table, load_tables, share_of, texts_of
+from minitx.data.file_formats import load_table, share_of, texts_of
 from minitx.data.task import VALIDATION_SEED, Task, VocabSize, find_or_train_tokenizer, generator, hold_out, package
 from minitx.data.tokenizers import Tokenizer, count_unknown, require_marks
 
@@ -94,18 +95,23 @@ def pairs(
         target_path is None or source_column is None,
         f"data.source_column={source_column} is for tables, but data.target_path={target_path} is for files of lines: set one of them",
     )
-    if target_path is None:
-        columns = None if source_column is None else (source_column, str(target_column))
-        kind = "csv" if Path(path).suffix.lower() == ".txt" else None
-        options: dict[str, Any] = {"texts": columns or (0, 1), "header": columns is not None, "kind": kind}
-        both, blank = _columns(load_tables(path, val_path, subset, split, val_split, **options), columns, val_fraction, path)
-        if test_path is not None:
-            table = load_table(test_path, "test_path", subset=subset, **options)
-            both["test"], blank["test"] = _of_table(table, columns, test_path, "test_path")
+    columns = None if source_column is None else (source_column, str(target_column))
+    read_pairs = partial(_read_pairs, columns=columns, subset=subset)
+    splits = {"train": read_pairs("", path, target_path, split=split)}
+    if val_path is not None:
+        splits["val"] = read_pairs("val_", val_path, val_target_path, split=val_split or "train", split_key="val_split")
+    elif val_split is not None:
+        splits["val"] = read_pairs("", path, target_path, split=val_split, split_key="val_split")
     else:
-        both, blank = _pairs_of_files(path, target_path, val_path, val_target_path, val_fraction, subset=subset, split=split)
-        if test_path is not None and test_target_path is not None:
-            both["test"], blank["test"] = _of_files("test_", test_path, test_target_path, subset=subset, split=split)
+        rows = zip(("train", "val"), hold_out([source for source, _ in splits["train"]], val_fraction), strict=True)
+        splits = {name: [splits["train"][i] for i in chosen] for name, chosen in rows}
+    if test_path is not None:
+        splits["test"] = read_pairs("test_", test_path, test_target_path)
+    both, blank = {}, {}
+    for name, every in splits.items():
+        both[name] = [(source, target) for source, target in every if source and target]
+        require(bool(both[name]), f"data.path={path} has no pair without a blank side in the {name} split")
+        blank[name] = share_of(len(every) - len(both[name]), len(every), "pairs are left out: a side is blank")
     return _task(f"data.path={path}", both, blank, tokenizer, bpe_vocab_size, (max_source_len, max_target_len), bucket)
 
 
@@ -205,54 +211,24 @@ def _pair_rows(
     return kept, rows, left_out
 
 
-def _columns(tables: list[Any], columns: tuple[str, str] | None, val_fraction: float, path: str) -> tuple[Both, LeftOut]:
-    sides = divided(tables, lambda table: hold_out(_sides_of(table, columns, f"path={path}")[0], val_fraction))
-    results = {split: _of_table(table, columns, path) for split, table in zip(("train", "val"), sides, strict=True)}
-    blank = {split: sentences for split, (_, sentences) in results.items()}
-    return {split: kept for split, (kept, _) in results.items()}, blank
-
-
-def _sides_of(table: Any, columns: tuple[str, str] | None, option: str) -> list[list[str]]:
-    """The sources and targets of a table."""
+def _read_pairs(key: str, path: str, target: str | None, *, columns: tuple[str, str] | None, **options: Any) -> Pairs:
+    """The pairs of two columns of a table, or of two text files, line by line. The names of their options begin with ``key``."""
+    if target is not None:
+        files = {f"{key}path": path, f"{key}target_path": target}
+        sides = [texts_of(load_table(file, name, kind="text", **options), "text", name) for name, file in files.items()]
+        lines = f"{len(sides[1])} lines, but data.{key}path has {len(sides[0])}"
+        require(len(sides[0]) == len(sides[1]), f"data.{key}target_path={target} has {lines}: line n belongs to line n")
+        return list(zip(*sides, strict=True))
+    options |= {"texts": columns or (0, 1), "header": columns is not None}
+    table = load_table(path, f"{key}path", kind="csv" if Path(path).suffix.lower() == ".txt" else None, **options)
     names = columns or table.column_names[:2]
     require(
         len(names) > 1,
-        f"data.{option} has one column, but two are needed, separated by tabs (in .csv by commas); or set data.target_path=FILE with the "
-        "targets",
+        f"data.{key}path={path} has one column, but two are needed, separated by tabs (in .csv by commas); or set "
+        f"data.{key}target_path=FILE with the targets",
     )
-    return [texts_of(table, name, f"{side}_column") for name, side in zip(names, ("source", "target"), strict=True)]
-
-
-def _of_table(table: Any, columns: tuple[str, str] | None, path: str, key: str = "path") -> tuple[Pairs, list[str]]:
-    return _without_blanks(_sides_of(table, columns, f"{key}={path}"), path, key)
-
-
-def _of_files(key: str, source: str, target: str, **options: Any) -> tuple[Pairs, list[str]]:
-    """The pairs of two files whose lines belong together. The names of their options begin with ``key``."""
-    files = {f"{key}path": source, f"{key}target_path": target}
-    sides = [texts_of(load_table(file, name, kind="text", **options), "text", name) for name, file in files.items()]
-    lines = f"{len(sides[1])} lines, but data.{key}path has {len(sides[0])}"
-    require(len(sides[0]) == len(sides[1]), f"data.{key}target_path={target} has {lines}: line n belongs to line n")
-    return _without_blanks(sides, source, f"{key}path")
-
-
-def _pairs_of_files(
-    path: str, target: str, val_path: str | None, val_target: str | None, val_fraction: float, **options: Any
-) -> tuple[Both, LeftOut]:
-    """The pairs of two files whose lines belong together, and of two files for validation if there are any."""
-    pairs, blank = _of_files("", path, target, **options)
-    if val_path is not None and val_target is not None:
-        val, blank_val = _of_files("val_", val_path, val_target, **options)
-        return {"train": pairs, "val": val}, {"train": blank, "val": blank_val}
-    rows = zip(("train", "val"), hold_out([source for source, _ in pairs], val_fraction), strict=True)
-    before = [f"{sentence} (before validation was held out)" for sentence in blank]
-    return {split: [pairs[i] for i in chosen] for split, chosen in rows}, {"train": before, "val": before}
-
-
-def _without_blanks(sides: Sequence[Sequence[str]], path: str, key: str = "path") -> tuple[Pairs, list[str]]:
-    pairs = [(source, target) for source, target in zip(*sides, strict=True) if source and target]
-    require(bool(pairs), f"data.{key}={path} has no pair without a blank side")
-    return pairs, share_of(len(sides[0]) - len(pairs), len(sides[0]), "pairs are left out: a side is blank")
+    sides = [texts_of(table, name, f"{side}_column") for name, side in zip(names, ("source", "target"), strict=True)]
+    return list(zip(*sides, strict=True))
 
 
 # --- dates

@@ -147,7 +147,7 @@ def beam_search(
     >>> [answer.shape for answer in beam_search(model, torch.tensor([[1, 2, 3]]), max_new_tokens=4)]
     [torch.Size([4])]
     """
-    check_count("num_beams", num_beams)
+    _check_positive("num_beams", num_beams)
     if not -10 <= length_penalty <= 10:  # beyond, float32 cannot hold the norm of a long text
         raise ValueError(f"length_penalty={length_penalty} must be a number from -10 to 10")
     sampler = Sampler(repetition_penalty=repetition_penalty)
@@ -297,7 +297,7 @@ def _check_model(model: nn.Module) -> None:
         raise ValueError("model is in training mode, with dropout active: call model.eval() first")
 
 
-def check_count(name: str, number: int | None) -> None:
+def _check_positive(name: str, number: int | None) -> None:
     """Raise a ValueError unless ``number`` is None or a positive integer."""
     if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
         raise ValueError(f"{name}={number} must be a positive integer")
@@ -338,8 +338,8 @@ def _fitting(model: nn.Module, length: int, max_new_tokens: int | None, context:
 
     The last new token needs no position, because the model does not read it.
     """
-    check_count("max_new_tokens", max_new_tokens)
-    check_count("context", context)
+    _check_positive("max_new_tokens", max_new_tokens)
+    _check_positive("context", context)
     if context is not None and has_source(model):
         raise ValueError(f"context={context} cannot be used with an encoder-decoder, only with a causal model")
     max_len = longest_of(model)

@@ -30,11 +30,12 @@ from torch.utils.hooks import RemovableHandle
 
 from minitx.config.schema import stated
 from minitx.interop.trial import Trial, error_text, made_up_inputs
+from minitx.nn.arguments import Arguments
 from minitx.nn.attention import DotProductAttention
-from minitx.nn.folding import OtherScale, Use, fold_scale
+from minitx.nn.folding import Use, fold_scale
 from minitx.nn.functional import AttentionCall
 from minitx.nn.masks import Causal, Dense, Mask, Padding
-from minitx.nn.scale import scale_multiplier
+from minitx.nn.scale import OtherScale, scale_multiplier
 
 NAME = "minitx"
 """The name of our function in transformers' two registries. Nothing else is global to the process."""
@@ -141,7 +142,7 @@ class Adoption:
         """The innermost call."""
         return self.running.calls[-1] if self.running.calls else Call(self.needs_weights)
 
-    def enter_model(self, model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def enter_model(self, arguments: Arguments, model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Record the arguments of a call. An inner model may be called without ``output_attentions``, or with a 4-D mask."""
         calls = self.running.calls
         outer = calls[-1] if calls else Call()
@@ -149,8 +150,7 @@ class Adoption:
             self.wrap_checkpoints()
             if self.is_scaled:
                 _check_ours(model)
-        if len(args) > 1:
-            options = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | options
+        options = arguments.of_call(args, options)
         outputs_weights = bool(options.get("output_attentions", stated(model.config, "output_attentions")))
         self.needs_weights = outputs_weights or outer.needs_weights
         key_masks = [*outer.key_masks]
@@ -184,9 +184,9 @@ class Adoption:
         finally:
             self.running.calls.pop()
 
-    def enter_attention(self, names: list[str], module: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def enter_attention(self, signature: Arguments, module: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Record whether the keys belong to another sequence."""
-        arguments = dict(zip(names, args, strict=False)) | options
+        arguments = signature.of_call(args, options)
         others = any(arguments.get(name) is not None for name in OTHER_STATES)
         module.core.is_cross = others or any(arguments.get(query) is not arguments.get(key) for query, key in QUERY_AND_KEY)
 
@@ -213,14 +213,14 @@ class Adoption:
                 key_mask = key_mask[:, -keys[1] :]  # a cache with a window has only the last keys
             # a mask of another shape belongs to other keys, for example of images
             real = None if key_mask is None or key_mask.shape != keys else key_mask.to(tensor.device)
-            visible = tensor if tensor.dtype == torch.bool else _visible(tensor)
+            visible = tensor if tensor.dtype == torch.bool else _not_hidden(tensor)
             mask = TransformersMask(visible[..., : keys[1]], is_causal, real)
         if is_shared:
             call.masks[made_of] = mask
         return mask
 
 
-def _visible(added: Tensor) -> Tensor:
+def _not_hidden(added: Tensor) -> Tensor:
     """The keys that a float mask leaves visible. A key 9,000 below the largest of its row is hidden (MarkupLM adds -10,000)."""
     return added > (added.amax(-1, keepdim=True) - 9e3).clamp(min=torch.finfo(added.dtype).min / 2)
 
@@ -385,14 +385,16 @@ def _exchange(model: nn.Module, roots: Sequence[Any], layers: Mapping[str, Any],
         root.adoption = adoption
     for module in layers.values():
         module.core = AdoptedCore(adoption, backend=backend)
-        arguments = inspect.signature(module.forward).parameters
-        module.core.is_cross = "cross_attention_states" in arguments  # always, even if a cache holds the states (Mllama)
-        if not {*OTHER_STATES, "key", "keys"}.isdisjoint(arguments):
-            enter = partial(adoption.enter_attention, list(arguments))
+        arguments = Arguments(module)
+        module.core.is_cross = "cross_attention_states" in arguments.names  # always, even if a cache holds the states (Mllama)
+        if not {*OTHER_STATES, "key", "keys"}.isdisjoint(arguments.names):
+            enter = partial(adoption.enter_attention, arguments)
             adoption.hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            adoption.hooks.append(module.register_forward_pre_hook(adoption.enter_model, with_kwargs=True))
+            adoption.hooks.append(
+                module.register_forward_pre_hook(partial(adoption.enter_model, Arguments(module)), with_kwargs=True)
+            )
             adoption.hooks.append(module.register_forward_hook(adoption.leave_model, always_call=True))
     _mark_blocks(model, layers.values())
     for root in roots:

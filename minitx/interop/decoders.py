@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from minitx.interop.families import ACTIVATIONS, FAULTS, SIZES, TEXT, Architecture, Family, UnsupportedError, Values
+from minitx.interop.families import FAULTS, SIZES, TEXT, WORDS_OF_ACTIVATION, Architecture, Family, UnsupportedError, Values
 
 # --- GPT-2 (Radford et al. 2019): its matrices have shape (in, out), and one matrix holds q, k and v (``Conv1D``)
 
@@ -30,7 +30,7 @@ GPT2 = Family(
         **{"tie_word_embeddings": True, "bos_token_id": 50256, "eos_token_id": 50256},
     },
     words={
-        "activation_function": {"gelu_new": "gelu_tanh", **ACTIVATIONS},
+        "activation_function": {"gelu_new": "gelu_tanh", **WORDS_OF_ACTIVATION},
         "scale_attn_weights": {True: "inv_sqrt", False: "unscaled"},
     },
     fields={"architecture": "decoder"},

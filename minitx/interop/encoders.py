@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from minitx.config import TransformerConfig
-from minitx.interop.families import ACTIVATIONS, FAULTS, SIZES, TEXT, Architecture, Family, Shape, Values
+from minitx.interop.families import FAULTS, SIZES, TEXT, WORDS_OF_ACTIVATION, Architecture, Family, Shape, Values
 
 # --- BERT (Devlin et al. 2019) and RoBERTa (Liu et al. 2019; its positions begin at pad_token_id + 1)
 
@@ -53,7 +53,7 @@ def _bert_family(
     return Family(
         model_type=model_type,
         defaults={**BERT_DEFAULTS, **defaults},
-        words={"hidden_act": ACTIVATIONS},
+        words={"hidden_act": WORDS_OF_ACTIVATION},
         fields={"architecture": "encoder", "norm_position": "post", "embed_norm": True},
         required={"position_embedding_type": "absolute"},
         architectures={
@@ -122,7 +122,7 @@ def tidy_vit(values: Values, names: Collection[str]) -> Values:
     return {**values, **{name: side[0] for name, side in sides.items() if isinstance(side, list) and len(set(side)) == 1}}
 
 
-def _kernel(config: TransformerConfig, shape: Shape) -> Shape:
+def _patch_kernel(config: TransformerConfig, shape: Shape) -> Shape:
     side = config.patch_size
     return shape[0], shape[1] // side**2, side, side
 
@@ -134,7 +134,7 @@ VIT = Family(
         **{**BERT_DEFAULTS, "hidden_dropout_prob": 0.0},
         **{"image_size": 224, "patch_size": 16, "num_channels": 3, "qkv_bias": True},
     },
-    words={"hidden_act": ACTIVATIONS},
+    words={"hidden_act": WORDS_OF_ACTIVATION},
     fields={"architecture": "vision"},
     required={"pooler_act": "tanh"},
     architectures={
@@ -152,7 +152,7 @@ VIT = Family(
         "final_norm": "layernorm",
         "pool.dense": "pooler.dense",
     },
-    shapes={"embeddings.position.weight": lambda config, shape: (1, *shape), "embeddings.patch_proj.weight": _kernel},
+    shapes={"embeddings.position.weight": lambda config, shape: (1, *shape), "embeddings.patch_proj.weight": _patch_kernel},
     tidy=tidy_vit,
     untidy=untidy_dropout,
 )

@@ -44,7 +44,13 @@ TEXT |= {"bos_id": "bos_token_id", "eos_id": "eos_token_id", "pad_id": "pad_toke
 # families whose config in transformers refuses a width that is not a multiple of the number of heads
 WHOLE_HEADS = ("llama", "gemma2", "gemma3_text")
 # their names of activations, and our names
-ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "relu2": "relu2"}
+WORDS_OF_ACTIVATION = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+}
 
 
 class UnsupportedError(ValueError):

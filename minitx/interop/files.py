@@ -18,7 +18,7 @@ from minitx.config.schema import stated
 WEIGHTS, INDEX, TOKENIZER = "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 # the suffixes of model classes, the class of transformers that loads each, and its task on the hub
-AUTO = {
+AUTO_CLASSES = {
     "ForCausalLM": ("AutoModelForCausalLM", "text-generation"),
     "LMHeadModel": ("AutoModelForCausalLM", "text-generation"),
     "ForConditionalGeneration": ("AutoModelForSeq2SeqLM", "text2text-generation"),
@@ -80,7 +80,7 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def read_shards(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of ``model.safetensors``, or of the shards that the index lists, by their names."""
+    """Yield the tensors of ``model.safetensors``, memory-mapped, or of the shards that the index lists, by their names."""
     shards = [WEIGHTS]
     if not (folder / WEIGHTS).is_file():
         if not (folder / INDEX).is_file():
@@ -92,7 +92,11 @@ def read_shards(folder: Path) -> Iterator[tuple[str, Tensor]]:
         if missing:
             raise FileNotFoundError(f"{folder / INDEX} lists shards that are not in the folder: {', '.join(missing)}")
     for shard in shards:
-        yield from read_tensors(folder / shard)[0].items()
+        try:
+            with safe_open(folder / shard, "pt") as file:
+                yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 (no mapping)
+        except (SafetensorError, UnicodeDecodeError) as error:
+            raise ValueError(f"{folder / shard} is damaged: {error}") from None
 
 
 def write_shards(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: int) -> None:
@@ -103,25 +107,11 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: i
     for stale in (folder / WEIGHTS, folder / INDEX, *folder.glob("model-*-of-*.safetensors")):
         stale.unlink(missing_ok=True)  # an old model.safetensors would be read instead of the shards
     for file, names in split.filename_to_tensors.items():
-        write_tensors({name: tensors[name] for name in names}, folder / file, {"format": "pt"})
+        partial = folder / f"{file}.partial"
+        save_file({name: tensors[name] for name in names}, partial, metadata={"format": "pt"})
+        partial.replace(folder / file)  # loaded tensors may still be memory-mapped from the old file
     if split.is_sharded:
         write_json(folder / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
-
-
-def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors of a safetensors file, memory-mapped, and its metadata."""
-    try:
-        with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118 (no mapping)
-    except (SafetensorError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
-
-
-def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """Write a temporary file and rename it, because loaded tensors may still be memory-mapped from the old file."""
-    partial = path.with_name(f"{path.name}.partial")
-    save_file(dict(tensors), partial, metadata=dict(metadata))
-    partial.replace(path)
 
 
 # --- the other files of a Hugging Face folder
@@ -134,7 +124,7 @@ def write_companions(
 
     Hugging Face models write their own ``generation_config.json``.
     """
-    loader, task = next((entry for suffix, entry in AUTO.items() if name.endswith(suffix)), AUTO["Model"])
+    loader, task = next((entry for suffix, entry in AUTO_CLASSES.items() if name.endswith(suffix)), AUTO_CLASSES["Model"])
     ids = _special_ids(model.config, tokenizer)
     if loader in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM") and not hasattr(model, "generation_config"):
         begins = {f"{role}_token_id": ids[role][0] for role in ("bos", "pad") if ids[role]}

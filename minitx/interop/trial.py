@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 import sys
 import warnings
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from minitx.check.properties import Inputs, compare, later_tokens, rounding
 from minitx.config.schema import first_line
+from minitx.nn.arguments import Arguments
 from minitx.nn.modes import evaluating
 from minitx.nn.precision import full_precision
 
@@ -40,7 +40,7 @@ def made_up_inputs(root: Any) -> dict[str, Tensor]:
     marks += [mark for value in marks if isinstance(value, list) for mark in value]
     usable = [token for token in range(min(getattr(texts, "vocab_size", 64), 4096)) if token not in marks]
     ids = torch.tensor(usable)[torch.randint(len(usable), (2, LENGTH), generator=generator)].to(root.device)
-    arguments = inspect.signature(root.forward).parameters
+    arguments = Arguments(root).names
     inputs = {"input_ids": ids}
     if "attention_mask" in arguments:
         inputs["attention_mask"] = torch.ones_like(ids)

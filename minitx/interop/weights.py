@@ -12,17 +12,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from minitx.config import to_dict
+from minitx.data.tokenizers import Tokenizer, load_tokenizer
 from minitx.interop.decoders import GEMMA2, GEMMA3, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3
 from minitx.interop.encoders import BERT, ROBERTA, T5, VIT
 from minitx.interop.families import Architecture, Family, UnsupportedError, find_architecture, read_config, unlike, write_config
-from minitx.interop.files import CanSave, find_folder, read_json, read_shards, write_companions, write_json, write_shards
-from minitx.interop.finetune import adapted_ties
+from minitx.interop.files import (
+    TOKENIZER,
+    CanSave,
+    find_folder,
+    read_json,
+    read_shards,
+    write_companions,
+    write_json,
+    write_shards,
+)
 from minitx.nn.changes import changes_of, hooked_modules, joined
 from minitx.nn.models import TransformerModel, build_model
 
 log = logging.getLogger(__name__)
-KNOWN = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, BERT, ROBERTA, T5, VIT)
-FAMILIES = {family.model_type: family for family in KNOWN}
+FAMILIES = {
+    family.model_type: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, BERT, ROBERTA, T5, VIT)
+}
 ELSEWHERE = "transformers can build such a model: pretrained_hf(folder, adopt=True), or model=hf model.adopt=true in a run"
 
 
@@ -72,12 +83,29 @@ def load_hf(
         config, passed = read_config(family, architecture, values, tensors)
         with torch.device("meta"):
             model = build_model(config)
-        _fill(model, family, architecture, tensors, dtype)
+        _put_tensors(model, family, architecture, tensors, dtype)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}{f'. {ELSEWHERE}' if isinstance(error, UnsupportedError) else ''}") from None
     if passed:
         log.info("%s: ignored keys that do not change what the model computes: %s", folder, ", ".join(passed))
     return model.eval()
+
+
+def read_folder(
+    name: str, overrides: Mapping[str, Any], ignore: Sequence[str]
+) -> tuple[dict[str, Tensor], dict[str, Any], Tokenizer | None] | None:
+    """Return the weights, the config and the tokenizer (or None) of a folder or a model on the hub, for ``init_from``.
+
+    None: ``name`` is neither a folder nor a name on the hub. For the arguments and errors, see ``load_hf``.
+    """
+    folder = find_folder(name)
+    if not folder.is_dir():
+        return None
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError("it is a folder without config.json")
+    model = load_hf(folder, overrides=overrides, ignore=ignore)
+    tokenizer = load_tokenizer(folder) if (folder / TOKENIZER).is_file() else None
+    return dict(model.state_dict()), to_dict(model.config), tokenizer
 
 
 def save_hf(
@@ -127,7 +155,7 @@ def save_hf(
             f"labels must be {model.config.num_labels} names (the model's num_labels), got {len(labels)}: {labels}"
         )
     lacking: dict[str, dict[str, str]] = {}
-    for family in KNOWN if model_type is None else (FAMILIES[model_type],):
+    for family in FAMILIES.values() if model_type is None else (FAMILIES[model_type],):
         for name, architecture in family.architectures.items():
             values = write_config(family, name, model.config, labels)
             names = {place.name for place in _places(model, family, architecture).values()}
@@ -151,6 +179,8 @@ def _check_unchanged(model: nn.Module) -> None:
     if not isinstance(model, TransformerModel):
         hint = "save other models with their own library"
         if hasattr(model, "merge_and_unload"):
+            from minitx.interop.finetune import adapted_ties
+
             hint = "merge_and_unload() returns the model"
             for names in adapted_ties(model):  # PEFT would merge the adapter of one name into the shared weight
                 hint = f"{' and '.join(names)} are one weight, and merging would change it everywhere, but the adapter changes one name"
@@ -228,7 +258,7 @@ def _places(model: TransformerModel, family: Family, architecture: Architecture,
     return places
 
 
-def _fill(
+def _put_tensors(
     model: TransformerModel,
     family: Family,
     architecture: Architecture,

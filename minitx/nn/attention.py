@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from minitx.nn.backends import attend, backend_names
 from minitx.nn.bias import Bias, as_bias
 from minitx.nn.cache import LayerCache, StateCache
-from minitx.nn.efficient import EfficientAttention
 from minitx.nn.functional import AttentionCall, check_settings, require_tensor
 from minitx.nn.masks import Causal, Mask, Padding, intersect, real_key_counts
 from minitx.nn.norms import QKNorm
@@ -32,7 +31,8 @@ class DotProductAttention(nn.Module):
     Set the class attribute ``softmax_weights = True`` if the weights of the core are the softmax that the call describes:
     ``minitx.analysis.capture`` records such cores. Set it to False if they are not, and ``capture`` still finds the core outside
     of ``MultiHeadAttention``. Set ``has_dot_products = True`` if the core uses query and key only in scale · q·k:
-    ``fold_scale`` needs this.
+    ``fold_scale`` needs this. If the core has a method ``refuse``, as ``EfficientAttention`` does, the constructor of
+    ``MultiHeadAttention`` calls it with the options that are used.
 
     Args:
         backend: ``auto``, ``math``, ``sdpa``, ``chunked``, ``flex`` or a registered name. Register your own backend
@@ -148,8 +148,8 @@ class MultiHeadAttention(nn.Module):
         self._check_parts()
         self.sinks = nn.Parameter(torch.zeros(num_heads)) if sinks else None
         self.core = DotProductAttention() if core is None else core
-        if isinstance(self.core, EfficientAttention):
-            self.core.refuse(dropout=dropout > 0.0, softcap=softcap is not None, sinks=sinks)
+        if refuse := getattr(self.core, "refuse", None):
+            refuse(dropout=dropout > 0.0, softcap=softcap is not None, sinks=sinks)
 
     def forward(
         self,

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from minitx.config.part import Part
 from minitx.config.transformer import TransformerConfig
-from minitx.nn.folding import OtherScale
 from minitx.nn.models import TransformerModel, build_model
+from minitx.nn.scale import OtherScale
 
 # names of parts and settings that do not change what a trained model computes (cores are compared by their parts)
 TRAINING_ONLY = ("training", "dropout", "p", "inplace", "backend", "strict")

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from minitx.config.schema import Finite, read, stated
 from minitx.config.transformer import TransformerConfig
 from minitx.nn.attention import not_plain
-from minitx.nn.modes import evaluating
-from minitx.nn.scale import ScoreScale, scale_multiplier
+from minitx.nn.scale import OtherScale, ScoreScale, scale_multiplier
 
 
 class Projections(NamedTuple):
@@ -70,30 +69,6 @@ class Use(NamedTuple):
     head_dim: int
     multiplier: float
     own_multiplier: float
-
-
-class OtherScale:
-    """The base class of cores under attention that is not ours (``minitx.interop.adopt_hf``). Its scale can be changed.
-
-    Attributes:
-        scale: None for the scale of the model, or the arguments of ``set_scale``.
-        folds: the weights that ``fold_scale`` has multiplied.
-    """
-
-    scale: tuple[str | float, float] | None
-    folds: list[Fold]
-
-    def set_scale(self, to: str | float, factor: float) -> None:
-        """Replace the model's own scale by ``factor`` times a fixed scale. ``own`` restores it."""
-        if to != "own":
-            scale_multiplier(to, 1)  # raises if the scale is not a fixed number
-        self.scale = None if to == "own" else (to, factor)
-
-    def trial(
-        self, model: nn.Module, layers: Mapping[str, Any], inputs: Mapping[str, Any] | None
-    ) -> tuple[dict[str, Use], Callable[[], str]]:
-        """Call ``model``. Return the first use of each layer's core, and a function that calls it again and describes the difference."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)
@@ -334,30 +309,31 @@ def _found(name: str, layer: nn.Module, role: str, use: Use | None) -> Fold:
     else:
         known = ", ".join(filter(None, (row.query if role == "query" else row.key for row in PROJECTIONS)))
         raise ValueError(f"{REFUSED}{name} has no weights for its {role} under a known name ({known})")
+    fold = Fold(f"{name}.{part}".removeprefix("."), module, tuple(parameters))
+    if use is None:  # ours, checked before
+        return fold
     # writing to a quantised weight may have no effect; nested parameters belong to an adapter or a parametrisation
     if not {*parameters} <= {"weight", "bias"} or any(type(parameter) is not nn.Parameter for parameter in parameters.values()):
-        raise ValueError(f"{REFUSED}{name}.{part}, {type(module).__name__}, is no projection or norm with plain weights")
-    fold = Fold(f"{name}.{part}".removeprefix("."), module, tuple(parameters))
-    if use is None:
-        return fold
+        raise ValueError(f"{REFUSED}{fold.name}, {type(module).__name__}, is no projection or norm with plain weights")
     is_norm = all(parameter.dim() == 1 for parameter in parameters.values())
     H, Hkv, D = use.num_heads, use.num_kv_heads, use.head_dim
     if row.rows == "by head":
         return replace(fold, groups=H, start=D * (role == "key"), length=D)
     if row.rows == "joined":
         return replace(fold, start=H * D * (role == "key"), length=(Hkv if role == "key" else H) * D)
-    return replace(fold, shift=_shift_of(fold)) if is_norm else fold
+    return replace(fold, shift=_shift_of(module, parameters)) if is_norm else fold
 
 
-def _shift_of(norm: Fold) -> float:
-    """1 for a norm that multiplies by 1 + weight, or 0. It is found by doubling the output."""
-    parameters = dict(norm.module.named_parameters())
+def _shift_of(norm: nn.Module, parameters: Mapping[str, Tensor]) -> float:
+    """1 for a norm that multiplies by 1 + weight, or 0: with 2w + 1 or with 2w instead of w, its output is twice as large."""
     weight = parameters["weight"]
-    row = torch.arange(weight.numel(), device=weight.device).sin().to(weight.dtype)[None]
-    doubled = {name: 2 * parameter + 1 for name, parameter in parameters.items()}
-    with evaluating(norm.module):
-        expected = 2 * norm.module(row)
-        return float(torch.allclose(torch.func.functional_call(norm.module, doubled, (row,)), expected, rtol=0.02))
+    row = torch.arange(1, weight.numel() + 1, device=weight.device).sin().to(weight.dtype)[None]
+
+    def error(shift: float) -> float:
+        doubled = {name: 2 * parameter + shift for name, parameter in parameters.items()}
+        return float((torch.func.functional_call(norm, doubled, (row,)) - 2 * norm(row)).abs().max())
+
+    return min((0.0, 1.0), key=error)
 
 
 def _apply(

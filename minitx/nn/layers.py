@@ -12,7 +12,6 @@ from minitx.config.transformer import of_layer
 from minitx.nn.attention import DotProductAttention, MultiHeadAttention
 from minitx.nn.bias import ALiBi, Bias, T5RelativeBias
 from minitx.nn.blocks import Block, LayerScale, StochasticDepth
-from minitx.nn.efficient import build_core
 from minitx.nn.feedforward import ACTIVATIONS, FeedForward
 from minitx.nn.norms import QKNorm, make_norm
 from minitx.nn.positions import (
@@ -27,7 +26,7 @@ from minitx.nn.positions import (
 )
 from minitx.nn.scale import ScoreScale
 
-Core = Callable[[], nn.Module]
+CoreBuilder = Callable[[], nn.Module]
 """A function that builds one attention core: a module that maps an ``AttentionCall`` to (B, H, L, Dv)."""
 
 
@@ -75,7 +74,7 @@ class Embeddings(nn.Module):
 
 
 def build_attention(
-    config: TransformerConfig, layer: int = 0, *, rotary: bool = True, core: Core | None = None
+    config: TransformerConfig, layer: int = 0, *, rotary: bool = True, core: CoreBuilder | None = None
 ) -> MultiHeadAttention:
     """Build the attention of block number ``layer``. Cross-attention has ``rotary=False``. ``core`` builds another core."""
     D = config.width_per_head
@@ -159,6 +158,8 @@ def build_attention_core(config: TransformerConfig) -> nn.Module:
         return config.attention.build(**sizes)
     if config.attention == "exact":
         return DotProductAttention(backend=config.backend)
+    from minitx.nn.efficient import build_core
+
     sizes = {name: getattr(config, name) for name in ("max_len", "num_features", "num_slots")}
     return build_core(config.attention, head_dim=config.width_per_head, **sizes)
 
@@ -185,7 +186,13 @@ def build_bias(config: TransformerConfig, *, decoder: bool) -> Bias | None:
 
 
 def build_block(
-    config: TransformerConfig, layer: int, num_layers: int, *, causal: bool, cross: bool = False, core: Core | None = None
+    config: TransformerConfig,
+    layer: int,
+    num_layers: int,
+    *,
+    causal: bool,
+    cross: bool = False,
+    core: CoreBuilder | None = None,
 ) -> Block:
     """Build block number ``layer`` of ``num_layers``. Later blocks have a higher probability of stochastic depth."""
     drop = config.stochastic_depth * (layer + 1) / num_layers  # Huang et al. 2016, eq. 4

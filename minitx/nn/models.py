@@ -17,7 +17,7 @@ from minitx.nn.blocks import run_checkpointed
 from minitx.nn.cache import KVCache, LayerCache
 from minitx.nn.functional import require_tensor
 from minitx.nn.init import init_weights
-from minitx.nn.layers import Core, Embeddings, build_bias, build_block, build_head, init_gains
+from minitx.nn.layers import CoreBuilder, Embeddings, build_bias, build_block, build_head, init_gains
 from minitx.nn.masks import Causal, Documents, Mask, Padding, SlidingWindow, as_mask, intersect, require_bool
 from minitx.nn.norms import make_norm
 from minitx.nn.positions import ID_DTYPES, Rotary, Rotation, position_ids_from
@@ -61,7 +61,7 @@ class TransformerModel(nn.Module):
         *,
         causal: bool = False,
         cross: bool = False,
-        core: Core | None = None,
+        core: CoreBuilder | None = None,
     ) -> None:
         super().__init__()
         if self.architecture not in (None, config.architecture):
@@ -273,7 +273,7 @@ class DecoderLM(TransformerModel):
     architecture = "decoder"
 
     def __init__(
-        self, config: TransformerConfig, *, core: Core | None = None, generator: torch.Generator | None = None
+        self, config: TransformerConfig, *, core: CoreBuilder | None = None, generator: torch.Generator | None = None
     ) -> None:
         super().__init__(config, Embeddings(config), causal=True, core=core)
         self.head = build_head(config, self.embeddings.token)
@@ -345,7 +345,7 @@ class Encoder(TransformerModel):
     architecture = "encoder"
 
     def __init__(
-        self, config: TransformerConfig, *, core: Core | None = None, generator: torch.Generator | None = None
+        self, config: TransformerConfig, *, core: CoreBuilder | None = None, generator: torch.Generator | None = None
     ) -> None:
         super().__init__(config, Embeddings(config), core=core)
         self.pool = Pool(config) if config.head == "sequence" or config.has_pooler else None
@@ -425,7 +425,7 @@ class VisionTransformer(TransformerModel):
     architecture = "vision"
 
     def __init__(
-        self, config: TransformerConfig, *, core: Core | None = None, generator: torch.Generator | None = None
+        self, config: TransformerConfig, *, core: CoreBuilder | None = None, generator: torch.Generator | None = None
     ) -> None:
         super().__init__(config, PatchEmbeddings(config), core=core)
         self.pool = Pool(config) if config.head == "sequence" or config.has_pooler else None
@@ -527,7 +527,7 @@ class EncoderDecoder(TransformerModel):
     architecture = "encoder_decoder"
 
     def __init__(
-        self, config: TransformerConfig, *, core: Core | None = None, generator: torch.Generator | None = None
+        self, config: TransformerConfig, *, core: CoreBuilder | None = None, generator: torch.Generator | None = None
     ) -> None:
         source = Embeddings(config)
         encoder = TransformerModel(config, source, core=core)
@@ -593,7 +593,7 @@ MODELS = {model.architecture: model for model in (DecoderLM, Encoder, EncoderDec
 
 
 @takes_fields_of(TransformerConfig)
-def build_model(config: TransformerConfig, core: Core | None = None) -> TransformerModel:
+def build_model(config: TransformerConfig, core: CoreBuilder | None = None) -> TransformerModel:
     """Build the model of ``config.architecture``. ``core`` builds the attention core of each layer, instead of ``config.attention``.
 
     >>> from minitx.config import TransformerConfig

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -116,3 +118,27 @@ class ScoreScale(nn.Module):
     def extra_repr(self) -> str:
         factor = f", factor={self.factor}" if self.factor != 1.0 else ""
         return f"{self.scale!r}, head_dim={self.head_dim}{factor}"
+
+
+class OtherScale:
+    """The base class of cores under attention that is not ours (``minitx.interop.adopt_hf``). Its scale can be changed.
+
+    Attributes:
+        scale: None for the scale of the model, or the arguments of ``set_scale``.
+        folds: the weights that ``fold_scale`` has multiplied, as ``minitx.nn.folding.Fold``.
+    """
+
+    scale: tuple[str | float, float] | None
+    folds: list[Any]
+
+    def set_scale(self, to: str | float, factor: float) -> None:
+        """Replace the model's own scale by ``factor`` times a fixed scale. ``own`` restores it."""
+        if to != "own":
+            scale_multiplier(to, 1)  # raises if the scale is not a fixed number
+        self.scale = None if to == "own" else (to, factor)
+
+    def trial(
+        self, model: nn.Module, layers: Mapping[str, Any], inputs: Mapping[str, Any] | None
+    ) -> tuple[dict[str, Any], Callable[[], str]]:
+        """Call ``model``. Return the first ``minitx.nn.folding.Use`` of each layer's core, and a function that calls it again and describes the difference."""
+        raise NotImplementedError

@@ -23,16 +23,15 @@ from torch import Tensor, nn
 from torch.utils.serialization import config as serialization
 
 from minitx.config import ConfigError, InitFrom, Part, RunConfig, TrainerConfig, TransformerConfig, is_node, to_dict
-from minitx.config.part import FROM_PYTHON, differences, import_modules
+from minitx.config.part import FROM_PYTHON, differences, find_target, import_modules
 from minitx.config.schema import defaults, first_line, read, require
-from minitx.config.training import MODEL, Data, Model
+from minitx.config.training import FOLDER_READER, MODEL, Data, Model
 from minitx.config.training import Objective as ObjectivePart
 from minitx.data import tokenizers
 from minitx.data.lightning_data import load_task
 from minitx.data.task import Task
-from minitx.data.tokenizers import Tokenizer, load_tokenizer
+from minitx.data.tokenizers import Tokenizer
 from minitx.nn.changes import joined
-from minitx.nn.folding import fold_scale, set_scale
 from minitx.training import rank
 from minitx.training.devices import device_of
 from minitx.training.net import Net, decided_fields, network_of
@@ -252,39 +251,25 @@ def load_start(init_from: InitFrom) -> Start | None:
     """
     if init_from.path is None:
         return None
-    from minitx.interop.files import find_folder
-
     path, overrides = str(init_from.path), to_dict(init_from.overrides)
-    place = Path(os.path.expanduser(path))
-    if not place.exists():
+    if not os.path.isfile(os.path.expanduser(path)):
+        read_folder = find_target(FOLDER_READER, "init_from")  # by name: the core does not import Hugging Face's formats
         try:
-            place = find_folder(path)
-        except (ImportError, FileNotFoundError) as error:
-            raise ConfigError(f"init_from.path={path} cannot be loaded: {error}") from None
-    if (place / "config.json").is_file():
-        return _of_folder(place, path, overrides, init_from.ignore)
-    require(not place.is_dir(), f"init_from.path={path} is a folder without config.json")
+            content = read_folder(path, overrides, init_from.ignore)
+        except (ImportError, OSError, ValueError, AttributeError) as error:
+            raise ConfigError(f"init_from.path={path} cannot be loaded: {error}") from error
+        if content is not None:
+            return Start(*content)
     require(
         not (overrides or init_from.ignore),
         f"init_from.overrides and init_from.ignore are only for a Hugging Face folder, but init_from.path={path} is not one",
     )
-    checkpoint = read_checkpoint(place, key="init_from.path", verb="start from")
+    checkpoint = read_checkpoint(os.path.expanduser(path), key="init_from.path", verb="start from")
     state = checkpoint["minitx"]
     model = dict(state["model"])
     shape = model if model.pop("_target_") == MODEL else None
     tokenizer = Tokenizer.from_dict(state["tokenizer"]) if state["tokenizer"] else None
     return Start(network_weights(checkpoint), shape, tokenizer, () if shape else model.get("changes", ()))
-
-
-def _of_folder(folder: Path, path: str, overrides: dict[str, Any], ignore: tuple[str, ...]) -> Start:
-    from minitx.interop import load_hf
-
-    try:
-        model = load_hf(folder, overrides=overrides, ignore=ignore)
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"init_from.path={path} cannot be loaded: {error}") from error
-    tokenizer = load_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
-    return Start(dict(model.state_dict()), to_dict(model.config), tokenizer)
 
 
 def tokenizer_of(init_from: InitFrom, start: Start | None, data: Part) -> Tokenizer | None:
@@ -357,6 +342,8 @@ def start_from(init_from: InitFrom, start: Start | None, network: Network) -> Ne
     try:
         load_weights(network, start.weights)
         if init_from.fold_scale and start.shape is not None and config is not None:
+            from minitx.nn.folding import fold_scale, set_scale
+
             set_scale(
                 network, start.shape["scale"], factor=start.shape["scale_factor"]
             )  # first the scale of the weights, then the config's

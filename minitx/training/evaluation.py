@@ -1,7 +1,7 @@
 """Evaluate a trained model on its task: metrics with 95 % intervals, baselines, and some answers.
 
 A mean over rows is a ratio of sums, and its interval comes from the delta method (Cochran 1977, "Sampling Techniques", §6.3). A
-share has Wilson's interval (1927, *JASA* 22, 209–212). BLEU and chrF are bootstrapped over rows (Koehn 2004, EMNLP).
+share has Wilson's interval (1927, *JASA* 22, 209–212). sacrebleu bootstraps BLEU and chrF over rows (Koehn 2004, EMNLP).
 """
 
 from __future__ import annotations
@@ -120,30 +120,33 @@ def ratio_interval(sums: Tensor, counts: Tensor) -> Metric:
 
 
 def accuracy_interval(right: Tensor, counts: Tensor) -> Metric:
-    """Return the share of correct answers, with Wilson's interval if each row has one label, else with ``ratio_interval`` clipped to [0, 1].
+    """Return the share of correct answers, with its interval.
+
+    It is Wilson's if each row has one label that is right or wrong, else the one of ``ratio_interval``, clipped to [0, 1].
 
     >>> accuracy_interval(torch.tensor([0, 0, 1]), torch.tensor([2, 2, 2])).low
     0.0
     >>> accuracy_interval(torch.tensor([0.5, 0.75]), torch.tensor([1, 1])).value
     0.625
     """
-    one_each = bool((counts == 1).all())
-    metric = share_interval(float(right.sum()), len(right)) if one_each else ratio_interval(right, counts)
+    if bool((counts == 1).all()) and bool((right == right.round()).all()):
+        return share_interval(int(right.sum()), len(right))
+    metric = ratio_interval(right, counts)
     if metric.low is None or metric.high is None:
         return metric
     return replace(metric, low=max(metric.low, 0.0), high=min(metric.high, 1.0))
 
 
-def share_interval(hits: float, trials: int) -> Metric:
+def share_interval(hits: int, trials: int) -> Metric:
     """Return a share with Wilson's interval.
 
     >>> round(share_interval(0, 100).high, 4)
     0.037
     """
-    share, z2 = hits / trials, Z95**2
-    middle, spread = share + z2 / (2 * trials), Z95 * math.sqrt(share * (1 - share) / trials + z2 / (4 * trials**2))
-    low, high = ((middle + sign * spread) / (1 + z2 / trials) for sign in (-1, 1))
-    return Metric(share, max(low, 0.0) if hits else 0.0, min(high, 1.0) if hits < trials else 1.0, trials, "rows")
+    from scipy.stats import binomtest
+
+    interval = binomtest(hits, trials).proportion_ci(method="wilson")
+    return Metric(hits / trials, float(interval.low), float(interval.high), trials, "rows")
 
 
 def evaluate(
@@ -316,21 +319,18 @@ def _text_metrics() -> dict[str, Any]:
     return {"chrf": CHRF(), "bleu": BLEU()}
 
 
-def _corpus_score(metric: Any, answers: Sequence[str], references: Sequence[str], draws: int = 1000) -> Metric:
-    """Return sacrebleu's score of the corpus, with percentiles of the scores of resampled corpora.
-
-    sacrebleu's own bootstrap (``n_bootstrap``) fails if a resampled score is zero. A score is a function of counts summed over
-    rows, so the rows of these counts are resampled here.
-    """
-    counts = torch.tensor(metric._extract_corpus_statistics(list(answers), [list(references)]), dtype=torch.float64)
-    chosen = torch.randint(len(counts), (draws, len(counts)), generator=torch.Generator().manual_seed(0))
-
-    def score(sums: Tensor) -> float:
-        return float(metric._aggregate_and_compute([[int(n) for n in sums.tolist()]]).score)
-
-    drawn = torch.tensor([score(counts[rows].sum(0)) for rows in chosen], dtype=torch.float64)
-    low, high = drawn.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return Metric(score(counts.sum(0)), low, high, len(answers), "rows")
+def _corpus_score(metric: Any, answers: Sequence[str], references: Sequence[str]) -> Metric:
+    """Return sacrebleu's score of the corpus, with the interval of its bootstrap. If a resampled score is zero, there may be none."""
+    value, count = float(metric.corpus_score(answers, [references]).score), len(answers)
+    try:
+        score = type(metric)().corpus_score(answers, [references], n_bootstrap=1000)
+    except TypeError:  # sacrebleu's mean of chrF scores takes no zero beside other scores
+        return Metric(value, None, None, count, "rows")
+    shown = json.loads(score.format(width=6, is_json=True, signature=str(metric.get_signature())))
+    if "confidence" not in shown:
+        return Metric(value, None, None, count, "rows")
+    mean, half = shown["confidence_mean"], shown["confidence_var"]
+    return Metric(value, max(mean - half, 0.0), min(mean + half, 100.0), count, "rows")
 
 
 def report(evaluation: Evaluation, folder: Path, split: str = "val") -> None:

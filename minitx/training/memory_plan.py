@@ -11,6 +11,7 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -20,12 +21,53 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim.swa_utils import AveragedModel
 
-from minitx.config import ConfigError, Part, TrainerConfig
+from minitx.config import ConfigError, Part, RunConfig, TrainerConfig
 from minitx.config.schema import first_line, require
-from minitx.data.datamodule import DataModule
-from minitx.training.devices import cpu_precision, device_of, local_parts, parallelize
+from minitx.config.training import LOADING
+from minitx.data.datamodule import DataModule, open_data
+from minitx.data.task import Task, kept_generators
+from minitx.training.callbacks import check_whole_weights
+from minitx.training.checkpoints import load_start, tokenizer_of
+from minitx.training.devices import check_accelerator, cpu_precision, device_of, local_parts, parallelize
+from minitx.training.loggers import describe_part
 from minitx.training.net import Net, build_network
 from minitx.training.optimizers import build_optimizer, check_strategy
+from minitx.training.run import build_all, check_demands, log_on_rank_zero, with_objects
+from minitx.training.trainer import quiet_lightning
+
+
+def show_plan(
+    config: RunConfig,
+    *,
+    model: nn.Module | None = None,
+    data: Task | L.LightningDataModule | None = None,
+    batch_size: int = LOADING["batch_size"][1],
+) -> dict[str, int]:
+    """Log the memory plan of the run that ``train`` would make of these arguments, and return its bytes by name."""
+    config = with_objects(config, model=model, data=data, objective=None, batch_size=batch_size)
+    options = config.trainer
+    check_accelerator(options.accelerator)
+    is_sharded, count = options.strategy == "sharded", options.world_size
+    with quiet_lightning(), kept_generators(torch.device("cpu")):
+        tokenizer = tokenizer_of(config.init_from, load_start(config.init_from), config.data)
+        rows = open_data(config.data, options, seed=config.seed, tokenizer=tokenizer)
+        network = build_without_numbers(config.model, rows, options.precision)
+        net = Net.of(network)
+        check_demands(net, rows, options, config.evaluation, from_python=config.model.is_object)
+        callbacks = build_all(config.callbacks, "callbacks", L.Callback, folder=Path(), rows=rows, seed=config.seed)
+        check_whole_weights(callbacks, is_sharded=is_sharded)
+        plan = make_plan(network, config.optimizer, options, [*callbacks.values()])
+    processes = f"{count} processes, {'sharded' if is_sharded else 'ddp'}" if count > 1 else "one process"
+    gathered = ", layers that FSDP gathers for their computation" if is_sharded else ""
+    lines = {
+        "model": net.describe(),
+        "training": describe_part(config.optimizer),
+        "plan": f"{processes}, {precision_of(options)}; each process holds{' at most' if is_sharded else ''}",
+        "": plan.table(),
+        "excludes": f"activations (they grow with the rows of a micro-batch){gathered}, and the memory of the device's libraries",
+    }
+    log_on_rank_zero("\n".join(f"{name:9}  {line}" if name else line for name, line in lines.items()))
+    return vars(plan)
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,11 @@ and head. ``build_network`` builds the network of a run.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +23,7 @@ from minitx.config.schema import nearest, require, stated
 from minitx.config.training import MODEL
 from minitx.data.lightning_data import FIRST_INPUT, lightning_base, overrides
 from minitx.data.task import Batch, Task, seed_device, without_targets
+from minitx.nn.arguments import Arguments
 from minitx.nn.blocks import is_block
 from minitx.nn.changes import changes_of, hooked_modules
 from minitx.nn.modes import evaluating
@@ -70,16 +70,9 @@ class Net:
 
     def __init__(self, network: nn.Module, model: Any) -> None:
         self.network, self.model, self.kind = network, model, type(model).__name__
-        parameters = list(inspect.signature(model.forward).parameters.values())
-        named = [param for param in parameters if param.kind in (param.POSITIONAL_OR_KEYWORD, param.KEYWORD_ONLY)]
-        unpacked = [keys for param in parameters if param.kind is param.VAR_KEYWORD for keys in get_args(param.annotation)]
-        self.names = [param.name for param in named] + [
-            name for keys in unpacked for name in getattr(keys, "__annotations__", ())
-        ]
-        self.needed = [param.name for param in named if param.default is param.empty]
-        self.unnamed = [
-            param.name for param in parameters if param.kind is param.POSITIONAL_ONLY and param.default is param.empty
-        ]
+        arguments = Arguments(model)
+        self.names = [*arguments.names, *arguments.further]
+        self.needed, self.unnamed = arguments.needed, arguments.unnamed
         self._keys: dict[tuple[str, ...], dict[str, str]] = {}  # see ``_keys_for``
 
     # --- calling the network

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
-import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -22,22 +21,19 @@ from minitx.config.part import import_modules
 from minitx.config.schema import Count, first_line, read, require
 from minitx.config.training import LOADING
 from minitx.data.datamodule import DataModule, in_steps, open_data
-from minitx.data.task import Task, kept_generators
+from minitx.data.task import Task
 from minitx.training import rank
 from minitx.training.callbacks import Averages, BestCheckpoint, LastCheckpoint, StepLog, StopAt, check_whole_weights
 from minitx.training.checkpoints import check_free, check_resumed, load_start, start_from, stored_state, tokenizer_of
-from minitx.training.devices import check_accelerator, machine
-from minitx.training.evaluation import evaluate_splits
+from minitx.training.devices import machine
 from minitx.training.loggers import (
     Facts,
-    describe_part,
     describe_training,
     finish_wandb,
     run_folder,
     summarise,
     summary,
 )
-from minitx.training.memory_plan import build_without_numbers, make_plan, precision_of
 from minitx.training.module import NonFiniteError, TrainingModule, build_module
 from minitx.training.net import Net, build_network, lent
 from minitx.training.rehearse import is_rehearsed, rehearse
@@ -140,9 +136,11 @@ class Run:
             for line in epoch_hooks(callbacks):
                 log_on_rank_zero(line)
             nonfinite_step = self._train(trainer)
-            metrics = (
-                {} if nonfinite_step else evaluate_splits(trainer, module, rows, self.evaluation, folder, self.state["model"])
-            )
+            metrics = {} if nonfinite_step else dict(trainer.callback_metrics)
+            if nonfinite_step is None and (self.evaluation.at_end or self.evaluation.test):
+                from minitx.training.evaluation import evaluate_splits
+
+                metrics = evaluate_splits(trainer, module, rows, self.evaluation, folder, self.state["model"])
         return summarise(folder, trainer.global_step, nonfinite_step, metrics, rows.task.floors, module.network)
 
     def _train(self, trainer: L.Trainer) -> int | None:
@@ -277,40 +275,3 @@ def log_on_rank_zero(text: str) -> None:
     """Log a text in the process of rank 0."""
     if not rank():
         log.info("%s", text)
-
-
-# --- the memory of a run
-
-
-def show_plan(
-    config: RunConfig,
-    *,
-    model: nn.Module | None = None,
-    data: Task | L.LightningDataModule | None = None,
-    batch_size: int = LOADING["batch_size"][1],
-) -> dict[str, int]:
-    """Log the memory plan of the run that ``train`` would make of these arguments, and return its bytes by name."""
-    config = with_objects(config, model=model, data=data, objective=None, batch_size=batch_size)
-    options = config.trainer
-    check_accelerator(options.accelerator)
-    is_sharded, count = options.strategy == "sharded", options.world_size
-    with quiet_lightning(), kept_generators(torch.device("cpu")):
-        tokenizer = tokenizer_of(config.init_from, load_start(config.init_from), config.data)
-        rows = open_data(config.data, options, seed=config.seed, tokenizer=tokenizer)
-        network = build_without_numbers(config.model, rows, options.precision)
-        net = Net.of(network)
-        check_demands(net, rows, options, config.evaluation, from_python=config.model.is_object)
-        callbacks = build_all(config.callbacks, "callbacks", L.Callback, folder=Path(), rows=rows, seed=config.seed)
-        check_whole_weights(callbacks, is_sharded=is_sharded)
-        plan = make_plan(network, config.optimizer, options, [*callbacks.values()])
-    processes = f"{count} processes, {'sharded' if is_sharded else 'ddp'}" if count > 1 else "one process"
-    gathered = ", layers that FSDP gathers for their computation" if is_sharded else ""
-    lines = {
-        "model": net.describe(),
-        "training": describe_part(config.optimizer),
-        "plan": f"{processes}, {precision_of(options)}; each process holds{' at most' if is_sharded else ''}",
-        "": plan.table(),
-        "excludes": f"activations (they grow with the rows of a micro-batch){gathered}, and the memory of the device's libraries",
-    }
-    log_on_rank_zero("\n".join(f"{name:9}  {line}" if name else line for name, line in lines.items()))
-    return vars(plan)

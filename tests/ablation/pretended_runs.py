@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-from minitx.ablation.design import AblationConfig, StartConfig, StudyConfig, ThresholdConfig
+from minitx.ablation.design import AblationConfig, StartConfig, StudyConfig, ThresholdConfig, settings
 from minitx.ablation.execution import run_cells
-from minitx.ablation.grid import cells, read_json_lines, settings
+from minitx.ablation.grid import cells, read_json_lines
 from minitx.config.training import WindowConfig
 from tests.waiting import PATIENCE, wait_for
 

@@ -149,9 +149,13 @@ def test_long_pairs_do_not_train_and_all_of_them_validate_and_what_is_left_out_o
     assert total_left_out(load(path=path, max_target_len=5), "a side is blank") == blank
 
 
-def test_blank_lines_of_two_files_are_counted_before_validation_is_held_out(file):
-    said = ["1 of 32 pairs are left out: a side is blank (before validation was held out)"]
-    assert load(path=file["a.en"], target_path=file["a.de"]).left_out == {"train": said, "val": said}
+def test_two_files_of_lines_are_read_as_the_table_of_their_lines(file, write_text):
+    lines = zip(CONTENTS["a.en"].split("\n"), CONTENTS["a.de"].split("\n"), strict=True)
+    table = load(path=write_text("\n".join(map("\t".join, lines)), "table.tsv"))
+    two = load(path=file["a.en"], target_path=file["a.de"])
+    assert both_of(two) == both_of(table) and two.left_out == table.left_out and total_left_out(two, "a side is blank") == 1
+    slices = {"split": "train[:20]", "val_split": "train[20:25]"}
+    assert len(load(path=file["a.en"], target_path=file["a.de"], **slices).val) == 5
 
 
 REFUSED = {

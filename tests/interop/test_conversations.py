@@ -1,6 +1,7 @@
 """Conversations: what a template writes, and which tokens count."""
 
 import json
+import sys
 
 import jinja2
 import numpy as np
@@ -38,9 +39,6 @@ def tokenizer():
     return train_tokenizer("char", [LETTERS], vocab_size=0, marks=("bos", "eos"))
 
 
-CALLED = [{"role": "assistant", "content": "ok", "calls": [{"name": "né<'>", "a": 1}]}]
-TO_JSON = "{% for m in messages %}{{ m.content }}{{ m.calls | tojson }}{{ eos_token }}{% endfor %}"
-"""As transformers writes it, and not as jinja2 does for HTML: ``\\u00e9``, ``\\u003c``, ``\\u0027`` and sorted keys."""
 SAID = "user: 1+1?<eos>\nassistant: 2<eos>\n"
 CALLS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for call in m.tool_calls %}[{{ call.name }}]{% endfor %}{{ eos_token }}\n{% endfor %}"
 A_CALL = [*CHAT[1:2], {"role": "assistant", "tool_calls": [{"name": "né"}]}, {"role": "tool", "content": "3"}, *CHAT[2:3]]
@@ -48,7 +46,6 @@ WRITTEN = [
     (TEMPLATE, CHAT, f"system: be brief<eos>\n{SAID}user: thanks<eos>\nassistant: né<eos>\nassistant: ", "2<eos>né<eos>"),
     (CHATML, CHAT[1:3], "<bos><|im_start|>user\n1+1?<eos>\n<|im_start|>assistant\n2<eos>\n<|im_start|>assistant\n", "2<eos>"),
     (CALLS, A_CALL, "<user>1+1?<eos>\n<assistant>[né]<eos>\n<tool>3<eos>\n<assistant>2<eos>\n", "[né]<eos>2<eos>"),
-    (TO_JSON, CALLED, """ok[{"name": "né<'>", "a": 1}]<eos>""", """ok[{"name": "né<'>", "a": 1}]<eos>"""),
 ]
 
 
@@ -110,6 +107,17 @@ def test_a_template_writes_what_transformers_writes_and_its_marks_decide_what_co
         ends = np.flatnonzero(counted & ~np.append(counted, False)[1:])
         assert len(ends) == sum(turn.startswith("assistant") for turn in chat)
         assert {*theirs.convert_ids_to_tokens(ids[ends])} <= {*SPECIAL, "<|endoftext|>"}
+
+
+@pytest.mark.parametrize("name", [name for name, template in PLAIN.items() if "add_generation_prompt" in template])
+def test_all_that_follows_the_prompt_of_generation_counts_up_to_the_end_mark(both_tokenizers, name):
+    """Thoughts included, which Qwen 3 writes in the last answer only."""
+    format, said = ChatFormat(PLAIN[name], both_tokenizers[1]), turns(*TURNS)
+    ids, counted = format.encode(said)
+    prompt, _ = format.encode(said[:-1], add_generation_prompt=True)
+    assert ids[: len(prompt)].tolist() == prompt.tolist() and not counted[len(prompt) - 1]
+    answer = format.tokenizer.decode(ids[len(prompt) :]).rstrip()
+    assert format.tokenizer.decode(ids[len(prompt) :][counted[len(prompt) :]]) == answer
 
 
 @pytest.mark.parametrize(
@@ -345,6 +353,12 @@ def test_tools_that_a_template_reads_are_refused_because_it_does_not_get_them(wr
     chat(**options)
     with pytest.raises(ConfigError, match="has a column tools, but tools are not passed to the template"):
         chat(**options, template="{% if tools %}{{ tools }}{% endif %}" + TEMPLATE)
+
+
+def test_the_extra_that_renders_templates_is_named_where_it_is_missing(path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers.utils.chat_template_utils", None)
+    with pytest.raises(ConfigError, match=r"^data\.template needs the package transformers: install minitx with the extra hf$"):
+        chat(path=path, tokenizer="char")
 
 
 def test_a_tokenizer_without_an_end_mark_is_refused(path):

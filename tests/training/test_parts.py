@@ -96,7 +96,7 @@ def test_a_run_looks_each_part_up_once_and_builds_the_config_of_its_model_twice(
     train(
         compose_config([*words, "callbacks=[default,lr_monitor]", "data.val_size=8", "trainer.val_every=0"]), tmp_path / "run"
     )
-    assert sorted(found) == ["callbacks.lr_monitor", "data", "model", "objective", "optimizer", "schedule"]
+    assert sorted(found) == ["callbacks.lr_monitor", "callbacks.probe", "data", "model", "objective", "optimizer", "schedule"]
     assert len(built) == 2 and built[0] is None and built[1] is not None
 
 

@@ -21,9 +21,9 @@ from minitx.data.datamodule import open_data
 from minitx.data.task import Task
 from minitx.training import optimizers
 from minitx.training.devices import parallelize
-from minitx.training.memory_plan import build_without_numbers, fake_processes
+from minitx.training.memory_plan import build_without_numbers, fake_processes, show_plan
 from minitx.training.net import Net
-from minitx.training.run import show_plan, train
+from minitx.training.run import train
 
 EMA = {"ema": {"_target_": "lightning.pytorch.callbacks.EMAWeightAveraging", "decay": 0.5}}
 

@@ -45,8 +45,8 @@ SDPA = Backend("sdpa", sdpa.run, sdpa.why_not, sdpa.falls_back)
 CHUNKED = Backend("chunked", chunked.run, chunked.why_not, chunked.falls_back)
 MATH = Backend("math", reference_attention, falls_back=lambda call: "it holds the whole L x S matrix")
 FLEX = Backend("flex", flex.run, flex.why_not)
-_BUILT_IN = {backend.name: backend for backend in (SDPA, CHUNKED, MATH, FLEX)}
-_REGISTRY: dict[str, Backend] = dict(_BUILT_IN)
+_OURS = {backend.name: backend for backend in (SDPA, CHUNKED, MATH, FLEX)}
+_REGISTRY: dict[str, Backend] = dict(_OURS)
 # Total score counts (B·H·L·S) above which ``chunked`` beats ``math``, and torch's unfused path without dropout, on a CPU
 # (measured: docs/dev/decisions.md).
 CHUNKED_FROM, CHUNKED_FROM_OVER_PLAIN = 2**21, 2**23
@@ -98,12 +98,12 @@ def unregister_backend(name: str) -> None:
     Raises:
         ValueError: the name is not registered, or it is a built-in backend.
     """
-    if name not in _REGISTRY or name in _BUILT_IN:
+    if name not in _REGISTRY or name in _OURS:
         raise ValueError(f"backend {name!r} was not registered by register_backend")
     del _REGISTRY[name]
 
 
-class Facts(NamedTuple):
+class CallFacts(NamedTuple):
     """The facts about a call that ``AUTO`` uses: types and sizes only."""
 
     call: AttentionCall
@@ -116,7 +116,7 @@ class Facts(NamedTuple):
     fused: bool  # torch has a fused kernel for the call
 
     @staticmethod
-    def of(call: AttentionCall) -> Facts:
+    def of(call: AttentionCall) -> CallFacts:
         B, H, L, S = call.shape
         transformed, adds = bool(sdpa.transforms(call)), call.softcap is not None or call.sinks is not None
         sparse = call.mask is not None and call.mask.is_sparse
@@ -124,7 +124,7 @@ class Facts(NamedTuple):
             mask = simplify(call.mask, L, S)
             sparse = mask is not None and mask.is_sparse
         fused = not transformed and not adds and sdpa.falls_back(call) is None
-        return Facts(call, B * H * L * S, L, call.query.device.type == "cpu", transformed, adds, sparse, fused)
+        return CallFacts(call, B * H * L * S, L, call.query.device.type == "cpu", transformed, adds, sparse, fused)
 
     def tiles_win(self, start: int) -> bool:
         """Whether the call has at least ``start`` scores and ``chunked`` supports it. In a compiled graph, ``chunked`` causes a graph break."""
@@ -132,7 +132,7 @@ class Facts(NamedTuple):
 
 
 # ``auto`` runs the backend of the first line whose condition holds. ``benchmarks/attention.py`` measures the sizes.
-AUTO: tuple[tuple[Callable[[Facts], bool], Backend, str], ...] = (
+AUTO: tuple[tuple[Callable[[CallFacts], bool], Backend, str], ...] = (
     (lambda f: f.fused and not f.sparse, SDPA, "torch's fused kernel supports it"),
     (lambda f: f.transformed and sdpa.why_not(f.call) is None, SDPA, "only torch's kernels support torch.func"),
     (lambda f: f.transformed, MATH, "no kernel supports this derivative"),
@@ -155,11 +155,11 @@ AUTO: tuple[tuple[Callable[[Facts], bool], Backend, str], ...] = (
 )
 
 
-def _few_tiles(facts: Facts) -> bool:
+def _few_tiles(facts: CallFacts) -> bool:
     return facts.tiles_win(CHUNKED_FROM) and chunked.share_of_tiles(facts.call) <= FEW_TILES
 
 
-def _plain_start(facts: Facts) -> int:
+def _plain_start(facts: CallFacts) -> int:
     return CHUNKED_FROM if facts.call.dropout_p > 0.0 else CHUNKED_FROM_OVER_PLAIN
 
 
@@ -169,7 +169,7 @@ def choose(call: AttentionCall, backend: str) -> tuple[Backend, str]:
         if backend not in _REGISTRY:
             raise ValueError(f"backend={backend!r} must be one of {', '.join(backend_names())}")
         return _REGISTRY[backend], ""
-    facts = Facts.of(call)
+    facts = CallFacts.of(call)
     for holds, chosen, reason in AUTO[:-1]:
         if holds(facts):
             return chosen, reason

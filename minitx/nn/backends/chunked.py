@@ -34,7 +34,7 @@ from minitx.nn.precision import full_precision
 
 TILE = 2**19  # the scores of a tile over all heads: two megabytes fit into a CPU's cache
 LARGEST, SMALLEST = 256, 64  # the sides of a tile for one head, and for very many heads
-Plan = list[tuple[slice, list[tuple[slice, bool]]]]
+TilePlan = list[tuple[slice, list[tuple[slice, bool]]]]
 
 
 class Settings(NamedTuple):
@@ -46,14 +46,14 @@ class Settings(NamedTuple):
     scale: float
     softcap: float | None
     dropout_p: float
-    plan: Plan
+    plan: TilePlan
 
     @staticmethod
     def of(call: AttentionCall, seed: int) -> Settings:
         """Return the settings of a call. ``seed`` is for dropout."""
         bias = None if call.attn_bias is None else as_bias(call.attn_bias)
         call = replace(call, mask=simplify(call.mask, *call.shape[2:]))
-        plan = tiles(call.mask, call.shape, _states(call))
+        plan = tiles(call.mask, call.shape, _states_of_call(call))
         return Settings(call.mask, builder_of(bias), seed, call.scale, call.softcap, call.dropout_p, plan)
 
 
@@ -148,12 +148,12 @@ def tile_states(mask: Mask | None, shape: tuple[int, int, int, int], device: tor
     return (1 + whole.to(torch.int8)).masked_fill(empty, 0)
 
 
-def tiles(mask: Mask | None, shape: tuple[int, int, int, int], states: Tensor) -> Plan:
+def tiles(mask: Mask | None, shape: tuple[int, int, int, int], states: Tensor) -> TilePlan:
     """Return the tiles to compute: slices of rows, each with slices of keys and whether the whole tile is visible."""
     _, _, L, S = shape
     height, width, merged_width = tile_sizes(mask, shape)
     whole = (states == 2).numpy()
-    plan: Plan = [(slice(row, min(row + height, L)), []) for row in range(0, L, height)]
+    plan: TilePlan = [(slice(row, min(row + height, L)), []) for row in range(0, L, height)]
     for row, column in states.nonzero().tolist():
         strip, is_whole = plan[row][1], bool(whole[row][column])
         start, stop = column * width, min((column + 1) * width, S)
@@ -167,10 +167,10 @@ def tiles(mask: Mask | None, shape: tuple[int, int, int, int], states: Tensor) -
 
 def share_of_tiles(call: AttentionCall) -> float:
     """Return the share of a call's scores that are in computed tiles."""
-    return (_states(call) > 0).float().mean().item()
+    return (_states_of_call(call) > 0).float().mean().item()
 
 
-def _states(call: AttentionCall) -> Tensor:
+def _states_of_call(call: AttentionCall) -> Tensor:
     shape, device = call.shape, call.query.device
     if call.mask is None:
         return tile_states(None, shape, device)

@@ -47,7 +47,7 @@ from minitx.nn.precision import full_precision
 from minitx.nn.tracing import can_look, transforms_around
 
 
-class Plan(NamedTuple):
+class KernelMask(NamedTuple):
     """The kernel's form of a mask. ``hidden_keys`` and ``empty_rows`` are None if there are none."""
 
     is_causal: bool = False
@@ -56,7 +56,7 @@ class Plan(NamedTuple):
     empty_rows: Tensor | None = None  # bool (B or 1, H or 1, L or 1, 1): the query sees no key
 
 
-NO_MASK = Plan()
+NO_MASK = KernelMask()
 LARGEST_BIAS = 1024.0
 """If the largest bias of a row is larger, rounding of the log-sum-exp may change gradients by a ten-thousandth."""
 
@@ -151,7 +151,7 @@ def mask_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if device == "cpu" else dtype
 
 
-def _plan(call: AttentionCall) -> Plan:
+def _plan(call: AttentionCall) -> KernelMask:
     """Convert mask and bias to the kernel's form. Without empty rows or hidden keys these are None, if values can be read at no cost.
 
     A bias becomes a float mask with -inf where a key is hidden and finite numbers elsewhere: a float32 bias of -1e5 would be -inf in
@@ -164,7 +164,7 @@ def _plan(call: AttentionCall) -> Plan:
         if mask is None:
             return NO_MASK
         if type(mask) is Causal and L == S:
-            return Plan(is_causal=True)
+            return KernelMask(is_causal=True)
         call = replace(call, mask=mask)
     visible = call.visible(attn_bias)
     assert visible is not None
@@ -179,7 +179,7 @@ def _plan(call: AttentionCall) -> Plan:
         kernel_mask = torch.where(kernel_mask, finite, -torch.inf)
     elif on_cpu:  # otherwise the kernel converts the bool mask in every layer
         kernel_mask = torch.where(kernel_mask, torch.zeros((), dtype=dtype), -torch.inf)
-    return Plan(False, kernel_mask, None if all_keys else ~seen, None if all_rows else ~some)
+    return KernelMask(False, kernel_mask, None if all_keys else ~seen, None if all_rows else ~some)
 
 
 def why_not(call: AttentionCall) -> str | None:
