@@ -158,7 +158,7 @@ PRESUMED: dict[str, Callable[[Path], object] | str] = {
     "unscaled": "experiment=kv_lookup model.scale=unscaled callbacks=probe callbacks.probe.weights_every=1",
     "runs/char_lm/...": "char",
     "last.ckpt": "char/checkpoints/last.ckpt",
-    "my text.txt": "my.txt",
+    "mine, yours.txt": "my.txt",
     "conf": yaml_of("docs/configuring.md", "experiment/mine.yaml"),
     "mine": yaml_of("docs/ablation.md", "ablation/my_qk_norm.yaml"),
     **{name: partial(shutil.copytree, ROOT / name) for name in COPIED},
