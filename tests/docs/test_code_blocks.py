@@ -251,8 +251,6 @@ def call(program: str, arguments: Sequence[str]) -> None:
         patch.setattr(sys, "argv", [f"{program}.py", *given, *more])
         for name in ("HYDRA_FULL_ERROR", "MINITX_TRACEBACK"):
             patch.setenv(name, "0")
-        check = train.idle  # of what the page types: the words of SMALL are for every page
-        patch.setattr(train, "idle", lambda config, words: check(config, [word for word in words if word not in more]))
         code = PROGRAMS[program].main()
     assert code == 0, f"exit code {code} of: {program}.py {' '.join([*arguments, *more])}"
 
