@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
-from minitx.cli.command_line import checkpoint_of, refusing, run_program, write
+from minitx.cli.command_line import checkpoint_of, open_stored, refusing, run_program, write
 from minitx.cli.compose import FilePath
 from minitx.config import ConfigError
 from minitx.config.schema import Config, Natural, first_line, require
@@ -169,8 +169,6 @@ def _why_none(subject: Any) -> str:
 
 def _loaded(config: CheckConfig) -> Any:
     """Return the model of a Hugging Face folder, a checkpoint or the folder of a run, without running their code."""
-    from minitx.cli.inputs import open_stored
-
     path = config.model
     require(os.path.exists(path), f"model={config.model} does not exist")
     if not (Path(path) / "config.json").is_file():

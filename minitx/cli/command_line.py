@@ -9,16 +9,20 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from minitx import __version__
-from minitx.cli.compose import FilePath, Options, compose_program
+from minitx.cli.compose import FilePath, Options, compose_program, find_own_modules
 from minitx.cli.exit_codes import exit_code
 from minitx.config import ConfigError
 from minitx.config.schema import Config, require
+
+if TYPE_CHECKING:
+    from minitx.data.tokenizers import Tokenizer
+    from minitx.training.checkpoints import Stored
 
 
 class Flags(argparse.ArgumentParser):
@@ -86,6 +90,21 @@ def checkpoint_of(path: str) -> str:
     """Return the last checkpoint in the folder of a run, or any other path unchanged."""
     last = os.path.join(path, "checkpoints", "last.ckpt")
     return last if os.path.isfile(last) else path  # False even for a list that is too long for a path
+
+
+def open_stored(path: str, *, trust: bool = False, changes: Mapping[str, Any] | None = None) -> Stored:
+    """Load the checkpoint ``path``. Modules of the user can be in the current folder.
+
+    Args:
+        trust, changes: see ``load_stored``.
+
+    Raises:
+        ConfigError: see ``load_stored``.
+    """
+    from minitx.training.checkpoints import load_stored
+
+    find_own_modules()
+    return load_stored(path, trust=trust, changes=changes)
 
 
 def run_program(
@@ -157,3 +176,23 @@ def write(text: str) -> None:
     """Write ``text`` to stdout and flush."""
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def encode_text(tokenizer: Tokenizer, text: str, name: str) -> list[int]:
+    """Return the ids of ``text``, the value of the key ``name``.
+
+    Raises:
+        ConfigError: the text is not UTF-8, or contains a character that is not in the vocabulary.
+    """
+    from minitx.data.tokenizers import encode_known
+
+    check_utf8(text, name)
+    return encode_known(tokenizer, text, name)
+
+
+def check_utf8(text: str, name: str) -> None:
+    """Raise a ConfigError if ``text``, the value of the key ``name``, is not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{name} is not UTF-8 text: character {error.start + 1} cannot be read") from None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from minitx.cli.command_line import StoredConfig, check_output, run_program, write, writing
+from minitx.cli.command_line import StoredConfig, check_output, open_stored, run_program, write, writing
 from minitx.cli.compose import FilePath
 from minitx.config import EvaluationConfig
 from minitx.config.schema import Count, Natural, require
@@ -51,7 +51,6 @@ def main() -> int:
 
 
 def _evaluate(config: EvaluateConfig) -> None:
-    from minitx.cli.inputs import open_stored
     from minitx.training.checkpoints import place
     from minitx.training.devices import onednn_products
     from minitx.training.evaluation import evaluate

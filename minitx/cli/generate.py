@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from minitx.cli.command_line import StoredConfig, refusing, run_program, write
+from minitx.cli.command_line import StoredConfig, encode_text, open_stored, refusing, run_program, write
 from minitx.config import ConfigError
 from minitx.config.schema import Count, require
 
@@ -81,7 +81,6 @@ def main() -> int:
 def _generate(config: GenerateConfig) -> None:
     import torch
 
-    from minitx.cli.inputs import chat_format, encode_text, open_stored
     from minitx.training.checkpoints import place
 
     stored = open_stored(config.checkpoint, trust=config.trust)
@@ -102,9 +101,12 @@ def _generate(config: GenerateConfig) -> None:
     options = {**_options(config, model, tokenizer), "context": context, "use_cache": shape is not None}
     generator = torch.Generator().manual_seed(config.seed)
     refusing_template = partial(refusing, "template=true (template=false ignores the template): ")
-    with refusing_template():
-        chat = chat_format(stored) if config.template and kind == "decoder" else None
-    if chat is not None:
+    chat = None
+    if config.template and kind == "decoder" and tokenizer.chat_template is not None:
+        from minitx.interop.conversations import ChatFormat
+
+        with refusing_template():
+            chat = ChatFormat(tokenizer.chat_template, tokenizer, "the chat template of the checkpoint")
         sys.stderr.write("prompts are user messages in the chat template of the checkpoint; template=false ignores it\n")
 
     def answer(prompt: str) -> None:
@@ -139,7 +141,6 @@ def _lines() -> Iterator[str]:
 
 def _options(config: GenerateConfig, model: nn.Module, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the limits that ``generate`` and ``beam_search`` share."""
-    from minitx.cli.inputs import encode_text
     from minitx.data.corpus import encoder_of_lines
     from minitx.generation.decoding import eos_ids
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -17,18 +17,16 @@ from minitx.analysis.capture import Layers, attention_cores, chosen_modules
 from minitx.analysis.intervene import with_knock_outs
 from minitx.analysis.questions import questions_of, token_namer
 from minitx.analysis.snapshot import Snapshot, take_snapshot
-from minitx.cli.command_line import refusing
-from minitx.cli.compose import find_own_modules
+from minitx.cli.command_line import check_utf8, encode_text, refusing
 from minitx.config import ConfigError, TransformerConfig
 from minitx.config.schema import first_line, require, stated
 from minitx.data.batches import ValSource
 from minitx.data.task import Task, as_split, key_value_texts, position_texts, without_targets
-from minitx.data.tokenizers import Tokenizer, encode_known, fingerprint, token_texts
+from minitx.data.tokenizers import Tokenizer, fingerprint, token_texts
 from minitx.generation import beam_search, generate
 from minitx.interop import adopt_hf
-from minitx.interop.conversations import ChatFormat
 from minitx.interop.finetune import load_folder, quiet
-from minitx.training.checkpoints import Stored, load_stored
+from minitx.training.checkpoints import Stored
 from minitx.training.net import Net, OfTransformers
 
 SOURCE, TARGET, TYPES = "input_ids", "decoder_input_ids", "token_type_ids"
@@ -41,19 +39,6 @@ class RowInputs:
     tensors: dict[str, Tensor]
     texts: dict[str, list[list[str]]] = field(default_factory=dict)
     asked: Asked | None = None
-
-
-def open_stored(path: str, *, trust: bool = False, changes: Mapping[str, Any] | None = None) -> Stored:
-    """Load the checkpoint ``path``. Modules of the user can be in the current folder.
-
-    Args:
-        trust, changes: see ``load_stored``.
-
-    Raises:
-        ConfigError: see ``load_stored``.
-    """
-    find_own_modules()
-    return load_stored(path, trust=trust, changes=changes)
 
 
 def with_attention(stored: Stored) -> nn.Module:
@@ -101,17 +86,6 @@ def check_reads_alike(
         )
     expected, actual = (None if tokenizer is None else fingerprint(tokenizer) for tokenizer in tokenizers)
     require(expected == actual, f"{key_and_path} reads text with another tokenizer than {first}: their tokens differ")
-
-
-def chat_format(stored: Stored) -> ChatFormat | None:
-    """Return the chat format of a checkpoint, or None if it has no chat template.
-
-    Raises:
-        ConfigError: the template is invalid, or the tokenizer has no end token.
-    """
-    if stored.tokenizer is None or stored.tokenizer.chat_template is None:
-        return None
-    return ChatFormat(stored.tokenizer.chat_template, stored.tokenizer, "the chat template of the checkpoint")
 
 
 def row_inputs(task: Task, row: int) -> RowInputs:
@@ -188,24 +162,6 @@ def _id_inputs(config: TransformerConfig, text: str) -> RowInputs:
 def _check_ids(ids: Sequence[int], name: str, limit: int) -> None:
     require(bool(ids), f"{name} is empty: the model needs at least one token")
     require(len(ids) <= limit, f"{name} has {len(ids)} tokens, but the model reads at most {limit}")
-
-
-def encode_text(tokenizer: Tokenizer, text: str, name: str) -> list[int]:
-    """Return the ids of ``text``, the value of the key ``name``.
-
-    Raises:
-        ConfigError: the text is not UTF-8, or contains a character that is not in the vocabulary.
-    """
-    check_utf8(text, name)
-    return encode_known(tokenizer, text, name)
-
-
-def check_utf8(text: str, name: str) -> None:
-    """Raise a ConfigError if ``text``, the value of the key ``name``, is not UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"{name} is not UTF-8 text: character {error.start + 1} cannot be read") from None
 
 
 def paired(first: RowInputs, second: RowInputs) -> list[RowInputs]:

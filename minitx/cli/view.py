@@ -161,7 +161,7 @@ def _view(config: ViewConfig) -> None:
         return
     with refusing():
         page = viewer_page(traces, title=title, rule=rule)
-    _write_page(page, config.output, f"{_counts(traces, 'model' if config.compare_text is None else 'text')}\n")
+    _write_page(page, config.output, f"{_line_of_sizes(traces, 'model' if config.compare_text is None else 'text')}\n")
 
 
 def _write_film(config: ViewConfig, traces: list[Trace], rule: RowRule | None) -> None:
@@ -174,7 +174,7 @@ def _write_film(config: ViewConfig, traces: list[Trace], rule: RowRule | None) -
     write(f"{steps} steps\n{config.output}  {Path(config.output).stat().st_size / 1e6:.2f} MB\n")
 
 
-def _counts(traces: list[Trace], side: str) -> str:
+def _line_of_sizes(traces: list[Trace], side: str) -> str:
     maps = traces[0].snapshots[0].maps
     tokens = " and ".join(str(len(rows[0])) for rows in traces[0].snapshots[0].tokens.values())
     steps = max(len(trace.snapshots) for trace in traces)
@@ -261,7 +261,8 @@ def _steps(files: dict[str, list[str]]) -> dict[str, int]:
 
 def _open(config: ViewConfig, name: str, file: str) -> tuple[Any, Any, Stored | None]:
     """Return a model, its tokenizer, and the contents of its checkpoint (None for a Hugging Face folder)."""
-    from minitx.cli.inputs import open_hf, open_stored, with_attention
+    from minitx.cli.command_line import open_stored
+    from minitx.cli.inputs import open_hf, with_attention
     from minitx.training.checkpoints import place
 
     if config.model:
@@ -285,7 +286,7 @@ def _inputs(config: ViewConfig, model: Any, tokenizer: Any, stored: Stored | Non
         answering = {"num_beams": config.num_beams, "max_new_tokens": config.max_new_tokens}
         texts = {name: text for name in ("text", "compare_text") if (text := getattr(config, name)) is not None}
         inputs = [read(model, tokenizer, text, name, config.target, **answering) for name, text in texts.items()]
-        return paired(*inputs) if len(inputs) == 2 else inputs, f"Attention on {_in_quotes(config.text)}"
+        return paired(*inputs) if len(inputs) == 2 else inputs, f"Attention on {_short_quote(config.text)}"
     if config.row is None and tokenizer is not None:
         raise ConfigError("text is missing: set text=TEXT, or row=N for a row of the validation data")
     assert stored is not None
@@ -295,10 +296,10 @@ def _inputs(config: ViewConfig, model: Any, tokenizer: Any, stored: Stored | Non
 
 def _titles(config: ViewConfig, name: str) -> list[str]:
     """Return the titles of the traces of a model: one for each text."""
-    return [name] if config.compare_text is None else [_in_quotes(text) for text in (config.text or "", config.compare_text)]
+    return [name] if config.compare_text is None else [_short_quote(text) for text in (config.text or "", config.compare_text)]
 
 
-def _in_quotes(text: str) -> str:
+def _short_quote(text: str) -> str:
     return f"“{text if len(text) <= 60 else text[:59] + '…'}”"
 
 

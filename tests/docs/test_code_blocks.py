@@ -158,7 +158,7 @@ PRESUMED: dict[str, Callable[[Path], object] | str] = {
     "unscaled": "experiment=kv_lookup model.scale=unscaled callbacks=probe callbacks.probe.weights_every=1",
     "runs/char_lm/...": "char",
     "last.ckpt": "char/checkpoints/last.ckpt",
-    "my text.txt": "my.txt",
+    "mine, yours.txt": "my.txt",
     "conf": yaml_of("docs/configuring.md", "experiment/mine.yaml"),
     "mine": yaml_of("docs/ablation.md", "ablation/my_qk_norm.yaml"),
     **{name: partial(shutil.copytree, ROOT / name) for name in COPIED},
@@ -251,8 +251,6 @@ def call(program: str, arguments: Sequence[str]) -> None:
         patch.setattr(sys, "argv", [f"{program}.py", *given, *more])
         for name in ("HYDRA_FULL_ERROR", "MINITX_TRACEBACK"):
             patch.setenv(name, "0")
-        check = train.idle  # of what the page types: the words of SMALL are for every page
-        patch.setattr(train, "idle", lambda config, words: check(config, [word for word in words if word not in more]))
         code = PROGRAMS[program].main()
     assert code == 0, f"exit code {code} of: {program}.py {' '.join([*arguments, *more])}"
 
