@@ -190,7 +190,7 @@ def fold_scale(
     else:
         uses, difference = {}, None
         ratios = {name: layer.scale.multiplier / new[name].multiplier for name, layer in ours.items()}
-    layers, reason = ours or others, ""
+    layers = ours or others
     queries = {name: _found(name, layer, "query", uses.get(name)) for name, layer in layers.items()}
     try:
         keys = {name: _found(name, layer, "key", uses.get(name)) for name, layer in layers.items() if ratios[name] != 1}
@@ -201,12 +201,10 @@ def fold_scale(
     except ValueError as error:
         if ours:
             raise
-        reason = str(error).removeprefix(REFUSED)
-    if reason:
         _apply(model, [replace(fold, ratio=ratios[name]) for name, fold in queries.items()], layers, to, factor, difference)
         warnings.warn(
-            f"{reason}: the queries take the whole factor, so an update of their weights moves the scores further than an update of "
-            "the keys' weights",
+            f"{str(error).removeprefix(REFUSED)}: the queries take the whole factor, so an update of their weights moves the scores "
+            "further than an update of the keys' weights",
             stacklevel=3,
         )
     _replace_scales(model, ours, new, to, factor)
