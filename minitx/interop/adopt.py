@@ -17,7 +17,7 @@ import operator
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import InitVar, dataclass, field
 from functools import partial, reduce
 from itertools import pairwise
@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from minitx.config.schema import stated
-from minitx.interop.trial import Trial, error_text, made_up_inputs
+from minitx.interop.trial import Trial, answer, error_text, made_up_inputs, settled
 from minitx.nn.arguments import Arguments
 from minitx.nn.attention import DotProductAttention
-from minitx.nn.folding import Use, fold_scale
+from minitx.nn.folding import Again, Use, fold_scale
 from minitx.nn.functional import AttentionCall
 from minitx.nn.masks import Causal, Dense, Mask, Padding
 from minitx.nn.scale import OtherScale, scale_multiplier
@@ -246,22 +246,34 @@ class AdoptedCore(OtherScale, DotProductAttention):
 
     def trial(
         self, model: nn.Module, layers: Mapping[str, Any], inputs: Mapping[str, Any] | None
-    ) -> tuple[dict[str, Use], Callable[[], str]]:
-        trials, uses = list[Trial](), dict[str, Use]()
+    ) -> tuple[dict[str, Use], Again]:
+        trials = list[Trial]()
 
-        def record(name: str, core: AdoptedCore, args: tuple[AttentionCall]) -> None:
-            query, key, multiplier = args[0].query, args[0].key, args[0].scale * core.model_factor
-            uses.setdefault(name, Use(query.shape[1], key.shape[1], query.shape[-1], multiplier, core.model_scale))
+        def record(uses: dict[str, Use], name: str, core: AdoptedCore, args: tuple[AttentionCall]) -> None:
+            uses.setdefault(name, Use(args[0].query, args[0].key, args[0].scale * core.model_factor, core.model_scale))
 
-        with ExitStack() as hooks:
-            for name, layer in layers.items():
-                hooks.enter_context(layer.core.register_forward_pre_hook(partial(record, name)))
-            for root in outermost(model):
-                try:
-                    trials.append(Trial(root, made_up_inputs(root) if inputs is None else inputs))
-                except ValueError as error:
-                    raise ValueError(f"cannot fold the scale, because {error}: pass inputs=, the arguments of a call") from None
-        return uses, lambda: "; ".join(filter(None, (trial.difference({})[0] for trial in trials)))
+        @contextmanager
+        def recording() -> Iterator[dict[str, Use]]:
+            uses = dict[str, Use]()
+            with ExitStack() as hooks:
+                for name, layer in layers.items():
+                    hooks.enter_context(layer.core.register_forward_pre_hook(partial(record, uses, name)))
+                yield uses
+
+        def again() -> tuple[dict[str, Use], str]:
+            with recording() as uses:
+                return uses, "; ".join(filter(None, (trial.difference({})[0] for trial in trials)))
+
+        for root in outermost(model):
+            try:
+                trials.append(Trial(root, made_up_inputs(root) if inputs is None else inputs))
+            except ValueError as error:
+                raise ValueError(f"cannot fold the scale, because {error}: pass inputs=, the arguments of a call") from None
+        with recording() as uses:
+            for trial in trials:
+                with settled(trial.model):
+                    answer(trial.model, trial.inputs)
+        return uses, again
 
 
 def fold_back(model: nn.Module) -> None:

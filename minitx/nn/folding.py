@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -59,16 +59,18 @@ class Use(NamedTuple):
     """What one call of an attention core shows.
 
     Attributes:
-        num_heads, num_kv_heads, head_dim: the sizes of queries and keys.
+        query, key: (B, H, L, D) and (B, Hkv, S, D).
         multiplier: the multiplier of q·k.
         own_multiplier: the multiplier of the model itself, before any change of its scale.
     """
 
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    query: Tensor
+    key: Tensor
     multiplier: float
     own_multiplier: float
+
+
+Again = Callable[[], tuple[dict[str, Use], str]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +79,7 @@ class Fold:
 
     Attributes:
         name: the name of the module in the model.
+        role: ``query`` or ``key``.
         module: a projection or norm.
         parameters: the names of its parameters.
         ratio: the factor.
@@ -86,6 +89,7 @@ class Fold:
     """
 
     name: str
+    role: str
     module: nn.Module
     parameters: tuple[str, ...]
     ratio: float = 1.0
@@ -161,28 +165,26 @@ def fold_scale(
         if (reason := _why_not_fold(layer, new[name])) is not None:
             raise ValueError(f"cannot fold the scale of {name or type(layer).__name__}: {reason}")
     if others:
-        uses, difference = _uses(model, others, inputs)
+        uses, again = _uses(model, others, inputs)
         ratios = {name: _ratio_of(name, layer, uses[name], to, factor) for name, layer in others.items()}
     else:
-        uses, difference = {}, None
+        uses, again = {}, None
         ratios = {name: layer.scale.multiplier / new[name].multiplier for name, layer in ours.items()}
-    layers, reason = ours or others, ""
+    layers = ours or others
     queries = {name: _found(name, layer, "query", uses.get(name)) for name, layer in layers.items()}
     try:
         keys = {name: _found(name, layer, "key", uses.get(name)) for name, layer in layers.items() if ratios[name] != 1}
         shares = {name: math.sqrt(abs(ratio)) for name, ratio in ratios.items()}
         both = [replace(fold, ratio=math.copysign(shares[name], ratios[name])) for name, fold in queries.items()]
         both += [replace(fold, ratio=shares[name]) for name, fold in keys.items()]
-        _apply(model, both, layers, to, factor, difference)
+        _apply(model, both, layers, to, factor, uses, again)
     except ValueError as error:
         if ours:
             raise
-        reason = str(error).removeprefix(REFUSED)
-    if reason:
-        _apply(model, [replace(fold, ratio=ratios[name]) for name, fold in queries.items()], layers, to, factor, difference)
+        _apply(model, [replace(fold, ratio=ratios[name]) for name, fold in queries.items()], layers, to, factor, uses, again)
         warnings.warn(
-            f"{reason}: the queries take the whole factor, so an update of their weights moves the scores further than an update of "
-            "the keys' weights",
+            f"{str(error).removeprefix(REFUSED)}: the queries take the whole factor, so an update of their weights moves the scores "
+            "further than an update of the keys' weights",
             stacklevel=3,
         )
     _replace_scales(model, ours, new, to, factor)
@@ -268,24 +270,22 @@ def _why_not_fold(layer: nn.Module, new: ScoreScale) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _uses(
-    model: nn.Module, layers: Mapping[str, Any], inputs: Mapping[str, Any] | None
-) -> tuple[dict[str, Use], Callable[[], str]]:
+def _uses(model: nn.Module, layers: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> tuple[dict[str, Use], Again]:
     """Call a model whose attention is not ours. See ``OtherScale.trial``."""
     if any(parameter.is_meta for layer in layers.values() for parameter in layer.parameters()):
         raise ValueError(f"{REFUSED}weights of the attention are offloaded (on the meta device); load all of them first")
-    uses, difference = next(iter(layers.values())).core.trial(model, layers, inputs)
+    uses, again = next(iter(layers.values())).core.trial(model, layers, inputs)
     if missing := [name for name in layers if name not in uses]:
         raise ValueError(
             f"{REFUSED}{missing[0]} did not run when the model was called. Pass the whole model, or the arguments of "
             "another call as inputs="
         )
-    return uses, difference
+    return uses, again
 
 
 def _ratio_of(name: str, layer: Any, use: Use, to: str | float, factor: float) -> float:
     """The old multiplier of q·k divided by the new multiplier."""
-    new = use.own_multiplier if to == "own" else scale_multiplier(to, use.head_dim) * factor
+    new = use.own_multiplier if to == "own" else scale_multiplier(to, use.query.shape[-1]) * factor
     if 0.0 in (use.multiplier, new):
         raise ValueError(f"cannot fold the scale of {name}: the old or the new scale is 0")
     clips = [clip for owner in (layer, layer.config) if (clip := stated(owner, "clip_qkv")) is not None]
@@ -309,14 +309,14 @@ def _found(name: str, layer: nn.Module, role: str, use: Use | None) -> Fold:
     else:
         known = ", ".join(filter(None, (row.query if role == "query" else row.key for row in PROJECTIONS)))
         raise ValueError(f"{REFUSED}{name} has no weights for its {role} under a known name ({known})")
-    fold = Fold(f"{name}.{part}".removeprefix("."), module, tuple(parameters))
+    fold = Fold(f"{name}.{part}".removeprefix("."), role, module, tuple(parameters))
     if use is None:  # ours, checked before
         return fold
     # writing to a quantised weight may have no effect; nested parameters belong to an adapter or a parametrisation
     if not {*parameters} <= {"weight", "bias"} or any(type(parameter) is not nn.Parameter for parameter in parameters.values()):
         raise ValueError(f"{REFUSED}{fold.name}, {type(module).__name__}, is no projection or norm with plain weights")
     is_norm = all(parameter.dim() == 1 for parameter in parameters.values())
-    H, Hkv, D = use.num_heads, use.num_kv_heads, use.head_dim
+    (_, H, _, D), Hkv = use.query.shape, use.key.shape[1]
     if row.rows == "by head":
         return replace(fold, groups=H, start=D * (role == "key"), length=D)
     if row.rows == "joined":
@@ -338,11 +338,12 @@ def _shift_of(norm: nn.Module, parameters: Mapping[str, Tensor]) -> float:
 
 def _apply(
     model: nn.Module,
-    folds: Iterable[Fold],
+    folds: Sequence[Fold],
     layers: Mapping[str, Any],
     to: str | float,
     factor: float,
-    difference: Callable[[], str] | None,
+    uses: Mapping[str, Use],
+    again: Again | None,
 ) -> None:
     """Multiply weights, each once, although layers may share them. If the outputs of the model change, undo it.
 
@@ -362,16 +363,27 @@ def _apply(
         own, is_folded = memory_of(parameter), name.rpartition(".")[0] in names
         if any(overlap(own, other) and not (is_folded and own == other) for other in memory):
             raise ValueError(f"{REFUSED}{name} is also the weight of queries or keys, or shares memory with it")
-    weights = [fold.module.get_parameter(name) for fold in once for name in fold.parameters] if difference else []
+    weights = [fold.module.get_parameter(name) for fold in once for name in fold.parameters] if again else []
     before = [weight.clone() for weight in weights]
     for fold in once:
         fold.apply()
-    if difference is None:
+    if again is None:
         return
     scales = {layer.core: layer.core.scale for layer in layers.values()}
     for core in scales:
         core.set_scale(to, factor)
-    if reason := difference():
+    now, reason = again()
+    factors = {(fold.name.rpartition(".")[0], fold.role): fold.ratio for fold in folds}
+    reason = reason or next(
+        (
+            f"{name} has other {role} values"
+            for name in layers
+            for role in ("query", "key")
+            if not _are_multiplied(getattr(uses[name], role), getattr(now[name], role), factors.get((name, role), 1.0))
+        ),
+        "",
+    )
+    if reason:
         for weight, old in zip(weights, before, strict=True):
             weight.copy_(old)
         for core, scale in scales.items():
@@ -379,6 +391,16 @@ def _apply(
         raise ValueError(f"{REFUSED}the queries and keys are not proportional to the weights of their projections: {reason}")
     for name, layer in layers.items():
         layer.core.folds += [fold for fold in once if fold.name.rpartition(".")[0] == name and fold.parameters]
+
+
+def _are_multiplied(before: Tensor, after: Tensor, factor: float) -> bool:
+    """Whether in each head most vectors of ``after`` are ``factor`` times those of ``before``. (B, H, L, D).
+
+    It is more exact than the answer of a model in bfloat16. Rounding may change the choice of an expert, and with it some vectors.
+    """
+    wanted = before.float() * factor
+    errors = (after.float() - wanted).norm(dim=-1) / wanted.norm(dim=-1)  # 0/0 is ignored
+    return not (errors.movedim(1, 0).flatten(1).nanmedian(1).values > 0.1).any()
 
 
 def memory_of(parameter: Tensor) -> tuple[int, int]:

@@ -139,6 +139,9 @@ class OtherScale:
 
     def trial(
         self, model: nn.Module, layers: Mapping[str, Any], inputs: Mapping[str, Any] | None
-    ) -> tuple[dict[str, Any], Callable[[], str]]:
-        """Call ``model``. Return the first ``minitx.nn.folding.Use`` of each layer's core, and a function that calls it again and describes the difference."""
+    ) -> tuple[dict[str, Any], Callable[[], tuple[dict[str, Any], str]]]:
+        """Call ``model``. Return the first ``minitx.nn.folding.Use`` of each layer's core, and a function that calls it again.
+
+        This function returns the uses then, and a description of what differs in the answer, empty if nothing does.
+        """
         raise NotImplementedError

@@ -28,6 +28,7 @@ from minitx.training.net import Net
 from tests.interop.families import (
     BESIDE,
     DECODERS,
+    GPT,
     GROUPED,
     NAMES,
     PARTLY,
@@ -879,6 +880,19 @@ def test_weights_that_make_more_than_the_queries_are_refused_and_left_as_they_we
         fold_scale(model)
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     assert all(module.core.scale is None for module in adopted_cores(model).values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_small_weights_hide_no_wrong_fold_behind_the_rounding_of_the_answer(dtype):
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED)).eval().to(dtype)  # weights of a new model
+    not_proportional(model, "q_proj")
+    with pytest.raises(ValueError, match="not proportional"):
+        fold_scale(adopt_hf(model))
+    torch.manual_seed(0)
+    config = transformers.GPTBigCodeConfig(**GPT, multi_query=False)  # queries, keys and values by head, under GPT-2's name
+    with pytest.raises(ValueError, match="not proportional"):
+        fold_scale(adopt_hf(transformers.GPTBigCodeForCausalLM(config).eval().to(dtype)))
 
 
 def test_a_layer_whose_projections_have_no_known_name_is_refused_and_left_as_it_was():

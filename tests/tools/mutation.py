@@ -72,6 +72,7 @@ TESTS = {
             "folding_the_scale_keeps_the_function_and_release_gives_the_weights_back",
             "frozen_weights_of_a_model_in_training_mode_are_folded_in_their_own_precision",
             "weights_that_make_more_than_the_queries_are_refused_and_left_as_they_were",
+            "small_weights_hide_no_wrong_fold_behind_the_rounding_of_the_answer",
             "weights_that_two_layers_or_queries_and_keys_share_are_multiplied_and_given_back_once",
             "a_layer_whose_projections_have_no_known_name_is_refused_and_left_as_it_was",
             "queries_take_the_whole_factor_where_weights_make_more_than_keys_and_a_warning_says_so",

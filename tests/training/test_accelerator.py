@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 
 import minitx.data.corpus
 from minitx.ablation.design import ThresholdConfig
-from minitx.ablation.thresholds import Runs
+from minitx.ablation.thresholds import RateRuns
 from minitx.cli import evaluate, export, generate, view
 from minitx.cli.compose import compose_config
 from minitx.cli.train import run_on_devices
@@ -459,7 +459,7 @@ def starting_loss(config, folder):
     rule = ThresholdConfig(first={"plain": 0.1}, metric="train_loss", value=0.3, window=2)
     folder.mkdir()
     with quiet_lightning(), machine(config.trainer):
-        runs = Runs(config, folder, rule)
+        runs = RateRuns(config, folder, rule)
         at_start = {*kinds}
         record = runs.run(0.01)
     TrainingModule.sums = sums
