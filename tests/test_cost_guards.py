@@ -15,7 +15,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import minitx
-from minitx.analysis.probe import Probe
 from minitx.canvas import panels
 from minitx.config import Part, RunConfig, TrainerConfig, TransformerConfig, node
 from minitx.data import kv_lookup
@@ -63,7 +62,9 @@ def config(steps, *, layers=1, **groups):
     }
     for name, keys in groups.items():
         of = values[name]
-        values[name] = of.with_(**keys) if isinstance(of, Part) else dataclasses.replace(of, **keys)
+        values[name] = (
+            keys if name == "callbacks" else of.with_(**keys) if isinstance(of, Part) else dataclasses.replace(of, **keys)
+        )
     return RunConfig(**values)
 
 
@@ -261,7 +262,7 @@ def test_a_run_imports_nothing_heavy_of_its_own(tmp_path, monkeypatch):
         return real(name, globals, *rest)
 
     monkeypatch.setattr(builtins, "__import__", watch)
-    small = config(2, trainer={"ckpt_every": 1}, callbacks={"probe": node(Probe, every=1, batch_size=3)})
+    small = config(2, trainer={"ckpt_every": 1}, callbacks={"probe": {"every": 1, "batch_size": 3}})
     train(small, tmp_path)
     assert asked == set()
     panels(1, 1)  # the watch itself: a figure does import matplotlib

@@ -41,9 +41,6 @@ class SamplesOptions(Config):
     max_new_tokens: Count = 64
     temperature: NotNegative = 0.8
 
-    def check(self) -> None:
-        require(all(self.prompts), f"prompts={list(self.prompts)} must be a list of texts, none of them empty")
-
 
 @takes_fields_of(SamplesOptions)
 class Samples(StepCallback):
@@ -72,10 +69,14 @@ class Samples(StepCallback):
             raise ConfigError("callbacks.samples.every needs data with a tokenizer")
         self.path, self.tokenizer, self.options, self.seed = folder / "samples.jsonl", task.tokenizer, options, seed
         self.prompts: Sequence[str] = options.prompts or self._beginnings(rows)
-        for prompt in self.prompts:
-            encode_known(task.tokenizer, prompt, "callbacks.samples.prompts")
+        require(
+            bool(self.prompts) and all(self.prompts),
+            f"callbacks.samples.prompts={list(self.prompts)} must be a list of texts, none of them empty",
+        )
         encode: Any = (options.prompts and task.encode_prompt) or task.tokenizer.encode
         try:
+            for prompt in self.prompts:
+                encode_known(task.tokenizer, prompt, "callbacks.samples.prompts")
             self._ids = [[int(id) for id in encode(prompt)] for prompt in self.prompts]
         except ConfigError:
             raise

@@ -72,8 +72,9 @@ def _trusted_class(target: str, key: str) -> type:
     """Return the class that ``target`` names, or raise a ConfigError if it is not trusted."""
     module, _, name = target.rpartition(".")
     if target in OURS:
-        importlib.import_module(module)
-    cls = vars(sys.modules[module]).get(name) if module in sys.modules else None
+        cls = getattr(importlib.import_module(module), name)
+    else:
+        cls = vars(sys.modules[module]).get(name) if module in sys.modules else None
     if isinstance(cls, type):
         defined_in = cls.__module__
         of_torch = (

@@ -81,7 +81,7 @@ def test_what_cannot_be_sampled_is_refused_before_the_first_step(tmp_path):
     ours = build_model(TransformerConfig(vocab_size=5, embed_dim=4, num_heads=2, num_layers=1))
     for network, prompts, key in (
         (torch.nn.Linear(1, 1), ["a"], "callbacks.samples.every"),
-        (ours, [""], "prompts"),
+        (ours, [""], "callbacks.samples.prompts"),
         (ours, ["1 2"], "callbacks.samples.prompts"),
     ):
         with pytest.raises(ConfigError, match=f"^{key}[= ]"):
