@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -27,13 +27,15 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError
 
-from minitx.ablation.design import AblationConfig
 from minitx.cli.hydra_errors import CommandLine, explained, is_of_hydra, names_of
 from minitx.config import CONFIG_DIR, ConfigError, InitFrom, RunConfig, TrainerConfig, from_dict, is_node
 from minitx.config.part import find_target, plain_defaults, required
 from minitx.config.schema import UNIONS, config_class_of, defaults, hints_of, require
 from minitx.config.shipped import shipped_configs
 from minitx.config.training import LOADING, MODEL, NODES
+
+if TYPE_CHECKING:
+    from minitx.ablation.design import AblationConfig
 
 log = logging.getLogger(__name__)
 Options = TypeVar("Options")
@@ -48,6 +50,8 @@ NOT_FOR_CELLS = ("experiment=", "ablation=", "ablation.", "output_dir=", "hydra.
 @cache
 def register_defaults() -> None:
     """Register the defaults of the config classes with Hydra, for ``defaults: [/schema@_here_: NAME]`` in YAML files."""
+    from minitx.ablation.design import AblationConfig
+
     store = ConfigStore.instance()
     for name, values in {"trainer": defaults(TrainerConfig), "ablation": defaults(AblationConfig)}.items():
         store.store(group="schema", name=name, node=OmegaConf.create(values, flags={"struct": False}))
@@ -148,6 +152,8 @@ def build_grid(config: DictConfig, words: Sequence[str]) -> AblationConfig | Non
     """
     if (node := OmegaConf.select(config, "ablation")) is None:
         return None
+    from minitx.ablation.design import AblationConfig
+
     with explaining(words):
         values = plain(node)
     grid = from_dict(AblationConfig, values, "ablation.")
