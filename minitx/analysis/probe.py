@@ -56,7 +56,7 @@ class ProbeOptions(Config):
         weights_rows: number of rows whose weights are saved.
     """
 
-    every: Natural = 50
+    every: Natural = 0
     batch_size: Count = 8
     weights_every: Natural = 0
     weights_rows: Count = 4

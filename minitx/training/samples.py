@@ -36,7 +36,7 @@ class SamplesOptions(Config):
         temperature: 0: take the most probable token; above 0: sample.
     """
 
-    every: Natural = 250
+    every: Natural = 0
     prompts: tuple[str, ...] = ()
     max_new_tokens: Count = 64
     temperature: NotNegative = 0.8
