@@ -9,7 +9,7 @@ cache and their ``generate`` still work.
 This needs ``transformers``, but no network, because the weights are random. It prints the largest difference of the logits in float32 and
 float64, with and without left padding and a cache, and whether ``generate`` returns the same tokens.
 
-Not covered are cross-attention, ``output_attentions=True`` (use ``minitx.analysis.capture`` to see the weights), and
+Not covered are cross-attention, ``output_attentions=True`` (use ``minitx.analysis.recorder`` to see the weights), and
 ``attn_implementation="eager"``, whose masks are floats; our layer raises a TypeError for them. To load a whole GPT-2 as a minitx model, use
 ``minitx.interop.load_hf``.
 """

@@ -67,7 +67,7 @@ NEW_DATA = 1000
 """Added to the seed of a run that starts from the weights of another run, so that its batches are new, and equal for all arms."""
 
 # files of the package and its configs that determine the result of a run
-_LOOKS = ("capture", "statistics", "gradients", "snapshot")  # used by probes and measures
+_LOOKS = ("recorder", "statistics", "gradients", "snapshot", "probe", "questions")  # used by probes and measures
 _CODE = (
     *("nn", "data", "training", "config", "interop"),
     *(f"ablation/{name}.py" for name in ("measures", "thresholds", "scaling/updates")),

@@ -1,20 +1,25 @@
 """Tools to record attention without changing the output, and to change it on purpose."""
 
-from minitx.analysis.capture import capture
-from minitx.analysis.figures import (
-    effects_figure,
-    head_heatmap,
-    heatmap,
-    heatmap_grid,
-    induction_steps,
-    saturation_over_steps,
-    to_bertviz,
-)
-from minitx.analysis.heads import head_scores, heads_figure
-from minitx.analysis.intervene import HeadEffects, intervene, knock_out_heads, logit_lens, patch_heads
-from minitx.analysis.snapshot import AttentionMap, Snapshot, read_snapshots, take_snapshot
-from minitx.analysis.statistics import attention_statistics, zhai_entropy_bound
-from minitx.canvas import save_figure
+from typing import TYPE_CHECKING
+
+from minitx.config.lazy import on_first_use
+
+if TYPE_CHECKING:
+    from minitx.analysis.figures import (
+        effects_figure,
+        head_heatmap,
+        heatmap,
+        heatmap_grid,
+        induction_steps,
+        saturation_over_steps,
+        to_bertviz,
+    )
+    from minitx.analysis.heads import head_scores, heads_figure
+    from minitx.analysis.interventions import HeadEffects, intervene, knock_out_heads, logit_lens, patch_heads
+    from minitx.analysis.recorder import capture
+    from minitx.analysis.snapshot import AttentionMap, Snapshot, read_snapshots, take_snapshot
+    from minitx.analysis.statistics import attention_statistics, zhai_entropy_bound
+    from minitx.canvas import save_figure
 
 __all__ = [
     "AttentionMap",
@@ -40,3 +45,5 @@ __all__ = [
     "to_bertviz",
     "zhai_entropy_bound",
 ]
+
+__getattr__, __dir__ = on_first_use(__name__)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from minitx.analysis.capture import watch
+from minitx.analysis.recorder import watch
 from minitx.analysis.snapshot import SOURCE, TARGET
 from minitx.nn.attention import attention_cores
 from minitx.nn.modes import evaluating

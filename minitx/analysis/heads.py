@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minitx.analysis.capture import layer_numbers
+from minitx.analysis.recorder import layer_numbers
 from minitx.analysis.snapshot import AttentionMap, Snapshot
 from minitx.canvas import GREY, INK, PALETTE, label, legend, panels, short_name
 

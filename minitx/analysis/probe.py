@@ -14,9 +14,9 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
 
-from minitx.analysis.capture import Look, warn_of_calls, watch
 from minitx.analysis.gradients import gradient_statistics, projection_weights
 from minitx.analysis.questions import questions_of
+from minitx.analysis.recorder import Look, warn_of_calls, watch
 from minitx.analysis.snapshot import SOURCE, TARGET, take_snapshot, write_snapshot
 from minitx.analysis.statistics import (
     logit_step_of,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from minitx.analysis.answers import Answer, Answers, Asked, read_answers
-from minitx.analysis.capture import LACKS, Layers, Look, chosen_names, layer_of, layers_of, warn_of_calls, watch
+from minitx.analysis.recorder import LACKS, Layers, Look, chosen_names, layer_of, layers_of, warn_of_calls, watch
 from minitx.analysis.statistics import over_tiles
 from minitx.analysis.token_places import home_of, with_positions
 from minitx.nn.arguments import Arguments

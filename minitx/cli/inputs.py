@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from minitx.analysis.answers import Asked, next_tokens
-from minitx.analysis.capture import Layers, attention_cores, chosen_modules
-from minitx.analysis.intervene import with_knock_outs
+from minitx.analysis.interventions import with_knock_outs
 from minitx.analysis.questions import questions_of, token_namer
+from minitx.analysis.recorder import Layers, attention_cores, chosen_modules
 from minitx.analysis.snapshot import Snapshot, take_snapshot
 from minitx.cli.command_line import check_utf8, encode_text, refusing
 from minitx.config import ConfigError, TransformerConfig

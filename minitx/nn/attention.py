@@ -29,7 +29,7 @@ class DotProductAttention(nn.Module):
 
     A core is any module that maps an ``AttentionCall`` to (B, H, L, Dv), or to ``(output, weights)`` if the call needs weights.
     Set the class attribute ``softmax_weights = True`` if the weights of the core are the softmax that the call describes:
-    ``minitx.analysis.capture`` records such cores. Set it to False if they are not, and ``capture`` still finds the core outside
+    ``minitx.analysis.recorder`` records such cores. Set it to False if they are not, and ``capture`` still finds the core outside
     of ``MultiHeadAttention``. Set ``has_dot_products = True`` if the core uses query and key only in scale · q·k:
     ``fold_scale`` needs this. If the core has a method ``refuse``, as ``EfficientAttention`` does, the constructor of
     ``MultiHeadAttention`` calls it with the options that are used.

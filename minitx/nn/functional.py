@@ -116,7 +116,7 @@ class AttentionCall:
         state: for cores that keep a sum instead of keys: the cache with the sum over earlier positions. ``key`` and ``value``
             then hold only the new positions. Otherwise None.
         scores, weights: (B, H, L, S), values that replace the scores before the softmax, or the weights. None: no replacement.
-            ``minitx.analysis.intervene`` sets them, and ``math`` then computes the call.
+            ``minitx.analysis.interventions`` sets them, and ``math`` then computes the call.
 
     >>> q = torch.zeros(1, 2, 3, 4)
     >>> call = AttentionCall(q, q, q, mask=Causal(), scale=0.5).check()
@@ -328,7 +328,7 @@ class EfficientAttention(nn.Module):
     A core takes an ``AttentionCall``, as ``DotProductAttention`` does. ``refusals`` lists the options that it does not support, with
     the reason. The computation is in at least float32, under autocast too. The output has the dtype of the value.
 
-    ``minitx.analysis.capture`` skips these cores, because they have no weights over keys.
+    ``minitx.analysis.recorder`` skips these cores, because they have no weights over keys.
     """
 
     refusals: ClassVar[dict[str, str]] = {"need_weights": "it computes no weights over keys"}

@@ -9,7 +9,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import fully_shard
 
 from minitx.analysis import capture, intervene, knock_out_heads, logit_lens, patch_heads
-from minitx.analysis.capture import Seen
+from minitx.analysis.recorder import Seen
 from minitx.nn import Block, FeedForward, MultiHeadAttention
 from minitx.nn.efficient import LinearAttention
 from tests.analysis.models import CHANGEABLE, IDS, Checkpointed, model_of, records_of, translation_of

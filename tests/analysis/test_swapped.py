@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from minitx.analysis import capture, take_snapshot
-from minitx.analysis.capture import watch
+from minitx.analysis.recorder import watch
 from minitx.nn import Causal, Dense, MultiHeadAttention, Padding, swap_attention
 
 B, H, L, E = 3, 2, 7, 12

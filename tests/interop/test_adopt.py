@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from minitx.analysis import capture, intervene
-from minitx.analysis.capture import watch
+from minitx.analysis.recorder import watch
 from minitx.analysis.statistics import real_keys
 from minitx.interop import adopt_hf, release_hf
 from minitx.interop.adopt import adopted_cores

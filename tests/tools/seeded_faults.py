@@ -197,7 +197,7 @@ WRITTEN = (
     Fault(
         "capture_deepcopy",
         "capture × deepcopy: the copy goes on recording",
-        "minitx/analysis/capture.py:Hook.__reduce__",
+        "minitx/analysis/recorder.py:Hook.__reduce__",
         "return Hook, ()",
         "return Hook, (self.run,)",
     ),
@@ -225,7 +225,7 @@ WRITTEN = (
     Fault(
         "intervene_values_grouped",
         "intervene on values × grouped heads: the keys go to other heads",
-        "minitx/analysis/intervene.py:_Part.enter",
+        "minitx/analysis/interventions.py:_Part.enter",
         "(tensor.repeat_interleave(group, dim=1) for tensor in (call.key, call.value))",
         "(tensor.repeat(1, group, 1, 1) for tensor in (call.key, call.value))",
     ),

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from minitx.analysis.answers import Answer, Answers, Asked, next_tokens
-from minitx.analysis.capture import layer_numbers
-from minitx.analysis.intervene import with_knock_outs
+from minitx.analysis.interventions import with_knock_outs
+from minitx.analysis.recorder import layer_numbers
 from minitx.analysis.snapshot import (
     MASKS_OF,
     SOURCE,

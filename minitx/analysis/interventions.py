@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from minitx.analysis.answers import AnswerRows, Asked, logits_of, read_answers
-from minitx.analysis.capture import (
+from minitx.analysis.heads import NO_INTERVAL, Interval
+from minitx.analysis.recorder import (
     OUTPUTS,
     Hook,
     Indices,
@@ -32,7 +33,6 @@ from minitx.analysis.capture import (
     warn_of_silence,
     warning_of_padding,
 )
-from minitx.analysis.heads import NO_INTERVAL, Interval
 from minitx.analysis.snapshot import Snapshot
 from minitx.analysis.token_places import home_of, innermost, length_before, modules_with_caches, with_positions
 from minitx.nn.attention import DotProductAttention

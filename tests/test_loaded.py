@@ -1,0 +1,57 @@
+"""How much of the package a use loads: a ratchet, whose limits only go down."""
+
+import ast
+import io
+import json
+import subprocess
+import sys
+import tokenize
+from collections import Counter
+from pathlib import Path
+
+LIMITS = {"attention": 2_490, "char_lm": 9_500}
+"""Code lines of minitx: of the import of one block, and of two steps of a run."""
+
+AROUND = {"analysis", "check", "interop"}
+"""Packages that neither of the two loads."""
+
+PROGRAM = """
+import json, sys
+from minitx.nn import MultiHeadAttention
+
+def files():
+    return {name: module.__file__ for name, module in sys.modules.items() if name.split(".")[0] == "minitx"}
+
+attention = files()
+from minitx.cli.train import main
+sys.argv[1:] = "experiment=char_lm trainer.max_steps=2 evaluation.at_end=false output_dir=run callbacks.progress=false".split()
+sys.argv[1:] += ["data=text", "data.path=text.txt"]
+assert main() == 0
+sys.stderr.write(json.dumps({"attention": attention, "char_lm": files()}))
+"""
+
+
+def code_lines(path: str) -> int:
+    """Lines with a token that is neither a comment nor part of a docstring."""
+    source, docs = Path(path).read_text(encoding="utf-8"), set()
+    for node in ast.walk(ast.parse(source)):
+        is_documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if is_documented and ast.get_docstring(node, clean=False) is not None:
+            docs |= {*range(node.body[0].lineno, node.body[0].end_lineno + 1)}
+    empty = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    tokens = (token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type not in empty)
+    return len({line for token in tokens for line in range(token.start[0], token.end[0] + 1)} - docs)
+
+
+def test_attention_and_a_run_load_the_core_alone_and_no_more_of_it_than_before(tmp_path):
+    (tmp_path / "text.txt").write_text(
+        "Once upon a midnight dreary, while I pondered, weak and weary,\n" * 400, encoding="utf-8"
+    )
+    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for use, files in json.loads(done.stderr.splitlines()[-1]).items():
+        lines = Counter()
+        for name, path in files.items():
+            lines[name.split(".")[1] if "." in name else ""] += code_lines(path)
+        assert not AROUND & {*lines}, (use, lines)
+        assert LIMITS[use] - 100 < lines.total() <= LIMITS[use], (use, lines.total(), lines)
