@@ -29,7 +29,7 @@ from omegaconf.errors import InterpolationKeyError
 
 from minitx.cli.hydra_errors import CommandLine, explained, is_of_hydra, names_of
 from minitx.config import CONFIG_DIR, ConfigError, InitFrom, RunConfig, TrainerConfig, from_dict, is_node
-from minitx.config.part import find_target, plain_defaults, required
+from minitx.config.part import find_target, import_modules, plain_defaults, required
 from minitx.config.schema import UNIONS, config_class_of, defaults, hints_of, require
 from minitx.config.shipped import shipped_configs
 from minitx.config.training import LOADING, MODEL, NODES
@@ -86,6 +86,9 @@ def build_config(composed: DictConfig, words: Sequence[str] = ()) -> RunConfig:
     """
     typed = by_key(words)
     with explaining(words):
+        import_modules(
+            OmegaConf.select(composed, "imports") or ()
+        )  # before values are resolved: a module may register a resolver
         try:
             values = plain(composed)
         except InterpolationKeyError:  # the key may only exist as a default of its target
@@ -102,11 +105,19 @@ def build_config(composed: DictConfig, words: Sequence[str] = ()) -> RunConfig:
         )
     if (values.get("init_from") or {}).get("path") and values["model"].get("_target_") == MODEL:
         values["model"] = _as_stored(values, typed)
+    variables = _variables(composed, set(values) - set(defaults(RunConfig)))
     try:
-        config = from_dict(RunConfig, {name: value for name, value in values.items() if name not in ("debug", "ablation")})
+        config = from_dict(RunConfig, {name: value for name, value in values.items() if name not in variables})
     except ConfigError as error:
         raise ConfigError(f"{error}{_advice_on_a_file(str(error), typed)}") from error
     return _with_fitting_warmup(config, typed)
+
+
+def _variables(composed: DictConfig, names: Iterable[str]) -> set[str]:
+    """Return the keys that are not keys of a run: ``debug`` and ``ablation``, and the user's variables, which a value refers to."""
+    unresolved = json.dumps(OmegaConf.to_container(composed))
+    own = {name for name in names if re.search(rf"\$\{{{re.escape(name)}[.\[}}]", unresolved)}
+    return {"debug", "ablation"} | own
 
 
 def _advice_on_a_file(message: str, typed: Mapping[str, str]) -> str:

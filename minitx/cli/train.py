@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 import os
 import shlex
 import sys
@@ -84,6 +85,7 @@ def run_job(composed: DictConfig) -> float | None:
             return None
         if needs_launch(config.trainer):
             return run_on_devices(config, folder)
+        check_direction(config)
         if not words and HydraConfig.get().job.config_name == "train":
             log.info("no arguments: training the default model on the King James text; train.py --help shows the options")
         result = run_training(config, folder, command())
@@ -96,6 +98,8 @@ def run_job(composed: DictConfig) -> float | None:
         if HydraConfig.get().mode == RunMode.RUN or isinstance(getattr(error, "number", None), int) or FOLDER in os.environ:
             raise KeyboardInterrupt from error  # otherwise Hydra adds a line, and runs the next job of a sweep
         log.warning("job %s failed: %s", HydraConfig.get().job.num, sentence(error)[0])  # Hydra only reports the first
+        if type(error).__name__ == "NonFiniteError" and math.isinf(worst := worst_value()):
+            return worst  # the search goes on: this trial is its worst
         raise
 
 
@@ -160,8 +164,32 @@ def run_on_devices(config: RunConfig, folder: Path) -> float:
     return value_of(json.loads((folder / "result.json").read_text(encoding="utf-8")), config.optimized_metric)
 
 
+def direction() -> str | None:
+    """Return ``minimize`` or ``maximize`` if this job belongs to a search that states a direction (Optuna's), else None."""
+    job: Any = HydraConfig.get()
+    stated = OmegaConf.select(job, "sweeper.direction") if job.mode == RunMode.MULTIRUN else None
+    return getattr(stated, "name", stated) if isinstance(getattr(stated, "name", stated), str) else None
+
+
+def check_direction(config: RunConfig) -> None:
+    """Raise a ConfigError if a search would minimize an accuracy, maximize a loss, or contradict ``trainer.monitor_mode``."""
+    metric, trainer = config.optimized_metric, config.trainer
+    better = {"accuracy": "maximize", "loss": "minimize"}.get(metric.rpartition("_")[2])
+    if metric == trainer.monitor:
+        better = "maximize" if trainer.monitor_mode == "max" else "minimize"
+    require(
+        direction() in (None, better) or better is None,
+        f"hydra.sweeper.direction={direction()} would {direction()} {metric}: set hydra.sweeper.direction={better}",
+    )
+
+
+def worst_value() -> float:
+    """Return the value of a run that diverged, for a search: infinity in the wrong direction, or NaN without a direction."""
+    return {"minimize": math.inf, "maximize": -math.inf}.get(direction() or "", math.nan)
+
+
 def value_of(result: Mapping[str, Any], metric: str = "val_loss") -> float:
-    """Return the last value of ``metric``, for a sweeper, or NaN if the value or the run was not finite.
+    """Return the last value of ``metric``, for a sweeper, or ``worst_value()`` if the value or the run was not finite.
 
     Raises:
         ConfigError: the run did not log this metric.
@@ -169,7 +197,7 @@ def value_of(result: Mapping[str, Any], metric: str = "val_loss") -> float:
     metrics = result["metrics"]
     if metric not in metrics and metric != "val_loss" and result["nonfinite_step"] is None:
         raise ConfigError(f"optimized_metric={metric} is not logged; logged are: {', '.join(metrics)}")
-    return float("nan") if metrics.get(metric) is None else float(metrics[metric])
+    return worst_value() if metrics.get(metric) is None else float(metrics[metric])
 
 
 def summary_line(result: Mapping[str, Any], folder: Path) -> str:

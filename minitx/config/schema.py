@@ -289,8 +289,8 @@ def _read_tuple(parts: tuple[Any, ...], value: Any, key: str) -> tuple[Any, ...]
 
 def _read_plain(hint: Any, value: Any, key: str) -> Any:
     is_bool = isinstance(value, bool)
-    if hint is float and isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
-        return float(value)  # YAML 1.1 reads 1e-3 as a string
+    if hint in (int, float) and isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?", value):
+        value = float(value) if set(value) & set(".eE") else int(value)  # of the environment; YAML 1.1 reads 1e-3 as a string
     if hint is float and isinstance(value, Real) and not is_bool:
         return float(value)
     if hint is int and (isinstance(value, Integral) or (isinstance(value, float) and value.is_integer())) and not is_bool:

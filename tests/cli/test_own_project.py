@@ -169,6 +169,35 @@ def test_optuna_searches_for_the_least_validation_loss(own, project):
     assert f"best_value: {min(found)}" in best
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_a_search_goes_on_after_a_trial_that_diverges_and_does_not_minimize_an_accuracy(own, project):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    search = ("-m", "hydra/sweeper=optuna", "hydra.sweeper.n_jobs=1", "hydra.sweep.dir=swept", "hydra.sweeper.sampler.seed=0")
+    own("sorted_task", *search, "hydra.sweeper.n_trials=3", "optimizer.lr=choice(1e30,0.01)", "on_nonfinite=stop")
+    assert "optimizer.lr: 0.01" in (project / "swept" / "optimization_results.yaml").read_text()
+    said = own("sorted_task", *search, "optimizer.lr=choice(0.1,0.2)", "optimized_metric=val_accuracy", code=2)
+    assert "set hydra.sweeper.direction=maximize" in said.err
+
+
+def test_a_config_of_ones_own_has_variables_resolvers_and_numbers_of_the_environment(own, project, monkeypatch):
+    monkeypatch.setenv("TASK", "3")
+    (project / "resolvers.py").write_text(
+        "from omegaconf import OmegaConf\nOmegaConf.register_new_resolver('twice', lambda value: 2 * value, replace=True)\n"
+    )
+    (project / "conf" / "experiment" / "vars.yaml").write_text(
+        "# @package _global_\ndefaults: [sorted_task, _self_]\nimports: [resolvers]\nbase: 0.01\nseed: ${oc.env:TASK}\n"
+        "optimizer: {lr: '${twice:${base}}'}\n"
+    )
+    own("vars", "output_dir=run")
+    stored = json.loads(json.dumps(load_model(project / LAST.partition("=")[2], trust=True)[2]["config"]))
+    assert (stored["seed"], stored["optimizer"]["lr"], "base" in stored) == (3, 0.02, False)
+    (project / "conf" / "experiment" / "vars.yaml").write_text(
+        "# @package _global_\ndefaults: [sorted_task, _self_]\nbase: 0.01\n"
+    )
+    assert "base is not a key" in own("vars", code=2).err
+
+
 def test_nothing_of_the_users_takes_the_place_of_a_library(own, project, monkeypatch):
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)  # of the standard library
     (project / "colorsys.py").write_text("raise ImportError('this file shadows a library')\n")
