@@ -491,6 +491,21 @@ class LastCheckpoint(StepCallback, Checkpoint):
         self.saved_at, self.saved_step = time.monotonic(), trainer.global_step
 
 
+def early_end(trainer: L.Trainer) -> list[str]:
+    """Return why a run ended before ``trainer.max_steps``, in a line for each reason; [] if it did not."""
+    if trainer.global_step >= trainer.max_steps:
+        return []
+    at = f"the run ended at step {trainer.global_step} of {trainer.max_steps}"
+    stops: list[Any] = [each for each in trainer.callbacks if isinstance(each, EarlyStopping)]  # type: ignore[attr-defined]
+    reasons = [
+        f"{at}: {stop.stopping_reason_message.replace(' Signaling Trainer to stop.', '')} (patience {stop.patience})"
+        for stop in stops
+        if stop.stopping_reason_message
+    ]
+    has_reached = any(isinstance(each, StopAt) and each.reached for each in trainer.callbacks)  # type: ignore[attr-defined]
+    return reasons or ([] if has_reached else [f"{at}: a callback or an argument of trainer.extra ended it"])
+
+
 def _any_process(trainer: L.Trainer, condition: bool) -> bool:
     """Return whether ``condition`` is true in at least one process. This is a collective operation."""
     return trainer.strategy.reduce_boolean_decision(condition, all=False)

@@ -241,6 +241,12 @@ class Facts(L.Callback):
             logger.experiment.define_metric("val_loss", summary="min")
 
 
+def wandb_id(folder: Path) -> dict[str, str]:
+    """Return the argument ``id`` of a ``WandbLogger`` that resumes the last run of Weights & Biases in ``folder``; {} without one."""
+    file = next(folder.glob("wandb/latest-run/run-*.wandb"), None)
+    return {} if file is None else {"id": file.stem.removeprefix("run-")}
+
+
 def wandb_loggers(trainer: L.Trainer) -> list[WandbLogger]:
     """Return the wandb loggers on rank 0, and [] on other ranks."""
     return [logger for logger in trainer.loggers if trainer.is_global_zero and isinstance(logger, WandbLogger)]

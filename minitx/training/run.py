@@ -23,7 +23,7 @@ from minitx.config.training import LOADING
 from minitx.data.datamodule import DataModule, in_steps, open_data
 from minitx.data.task import Task
 from minitx.training import rank
-from minitx.training.callbacks import Averages, BestCheckpoint, LastCheckpoint, StepLog, StopAt, check_whole_weights
+from minitx.training.callbacks import Averages, BestCheckpoint, LastCheckpoint, StepLog, StopAt, check_whole_weights, early_end
 from minitx.training.checkpoints import check_free, check_resumed, load_start, start_from, stored_state, tokenizer_of
 from minitx.training.devices import machine
 from minitx.training.loggers import (
@@ -33,6 +33,7 @@ from minitx.training.loggers import (
     run_folder,
     summarise,
     summary,
+    wandb_id,
 )
 from minitx.training.module import NonFiniteError, TrainingModule, build_module
 from minitx.training.net import Net, build_network, lent
@@ -128,7 +129,8 @@ class Run:
         """
         module, rows, options = self.module, self.rows, self.module.options
         callbacks = build_callbacks(self, folder)
-        loggers = [*build_all(self.loggers, "logger", Logger, save_dir=str(folder)).values()]
+        offered = {"save_dir": str(folder), **({} if self.ckpt_path is None else wandb_id(folder))}
+        loggers = [*build_all(self.loggers, "logger", Logger, **offered).values()]
         check_free(folder, self.ckpt_path)  # again, because another run may have started here in the meantime
         with run_folder(folder, files or {}), finish_wandb():
             trainer = build_trainer(options, folder, loggers, callbacks, self.done, checkpoints)
@@ -156,6 +158,8 @@ class Run:
         except MisconfigurationException as error:
             raise ConfigError(f"model: {first_line(error)}") from error
         trainer.strategy.barrier()  # the result is read from files that the first process writes
+        for line in early_end(trainer):
+            log_on_rank_zero(line)
         return None
 
 

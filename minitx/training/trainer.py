@@ -12,7 +12,13 @@ from typing import Any
 
 import lightning.pytorch as L
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.plugins import DoublePrecision, MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 
@@ -125,23 +131,25 @@ def validation_of(options: TrainerConfig) -> dict[str, Any]:
     return {"val_check_interval": steps * options.accumulate, "check_val_every_n_epoch": None}
 
 
-def check_callbacks(callbacks: Sequence[L.Callback]) -> None:
-    """Refuse callbacks of Lightning whose result would be lost, or that change the batches of a step by epoch.
+NOT_FOR_RUNS = {
+    StochasticWeightAveraging: "averages at the end of the last epoch, after the last validation and checkpoint, so its result would not be "
+    "saved: use 'callbacks=[default,ema]' to average by step",
+    GradientAccumulationScheduler: "changes the micro-batches of a step by epoch, but the data of a Task has only one epoch: set "
+    "trainer.accumulate",
+    BatchSizeFinder: "changes the batch during the run, and its trials would not end: set data.batch_size",
+    LearningRateFinder: "trains before the run with rates of its own: try rates with -m optimizer.lr=1e-3,3e-3",
+    BaseFinetuning: "unfreezes layers by epoch, but the whole run is one epoch: freeze weights with optimizer.rules (trainable: false), and "
+    "start a second run from the first with init_from.path, or set requires_grad in a callback of yours, by trainer.global_step",
+}
+"""Callbacks of Lightning that a run cannot have, with the reason and what to use instead."""
 
-    Raises:
-        ConfigError: ``StochasticWeightAveraging`` or ``GradientAccumulationScheduler``.
-    """
+
+def check_callbacks(callbacks: Sequence[L.Callback]) -> None:
+    """Raise a ConfigError if a callback is in ``NOT_FOR_RUNS``."""
     for callback in callbacks:
-        if isinstance(callback, StochasticWeightAveraging):
-            raise ConfigError(
-                "callbacks: StochasticWeightAveraging averages at the end of the last epoch, after the last validation and checkpoint, "
-                "so its result would not be saved: use 'callbacks=[default,ema]' to average by step"
-            )
-        if isinstance(callback, GradientAccumulationScheduler):
-            raise ConfigError(
-                "callbacks: GradientAccumulationScheduler changes the micro-batches of a step by epoch, but the data of a Task has only "
-                "one epoch: set trainer.accumulate"
-            )
+        for kind, reason in NOT_FOR_RUNS.items():
+            if isinstance(callback, kind):
+                raise ConfigError(f"callbacks: {type(callback).__name__} {reason}")
 
 
 def epoch_hooks(callbacks: Sequence[L.Callback]) -> list[str]:

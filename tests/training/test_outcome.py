@@ -1,6 +1,7 @@
 """The files of a run and what is read off them."""
 
 import csv
+import dataclasses
 import json
 import logging
 import math
@@ -11,6 +12,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 from extra import of_digits, train_with
+from torch import nn
 
 import minitx.training.run as run_module
 from minitx.config import ConfigError, EvaluationConfig
@@ -18,6 +20,7 @@ from minitx.training import loggers, metrics_csv
 from minitx.training.evaluation import Evaluation, report
 from minitx.training.loggers import describe_device, summarise
 from minitx.training.metrics_csv import MetricsFile, add_records, read_metrics
+from minitx.training.module import NonFiniteError
 from minitx.training.net import in_own_dtype
 from minitx.training.run import train
 from minitx.training.trainer import check_callbacks
@@ -156,6 +159,9 @@ def test_reports_that_were_asked_for_are_shown_or_stand_in_the_folder(make_confi
 OTHERS = [
     ("callbacks", "lightning.pytorch.callbacks.StochasticWeightAveraging", {"swa_lrs": 0.1}, "callbacks: Sto.* epoch"),
     ("callbacks", "lightning.pytorch.callbacks.GradientAccumulationScheduler", {"scheduling": {0: 3}}, "callbacks: Gr.* epoch"),
+    ("callbacks", "lightning.pytorch.callbacks.BatchSizeFinder", {}, "callbacks: BatchSizeFinder .* set data.batch_size"),
+    ("callbacks", "lightning.pytorch.callbacks.LearningRateFinder", {}, "callbacks: LearningRateFinder .* -m optimizer.lr"),
+    ("callbacks", "lightning.pytorch.callbacks.BackboneFinetuning", {}, "callbacks: BackboneFinetuning .* optimizer.rules"),
     ("callbacks", "torch.nn.ReLU", {}, r"callbacks\.own\._target_=torch\.nn\.ReLU must return a Callback of the package lightning, got torch\.nn\.modules\.activation\.ReLU"),
     ("logger", "torch.nn.ReLU", {}, r"logger\.own\._target_=torch\.nn\.ReLU must return a Logger of the package lightning, got torch\.nn\.modules\.activation\.ReLU"),
 ]  # fmt: skip
@@ -263,3 +269,29 @@ def test_a_hook_of_epochs_is_called_once_in_a_run_of_several_and_the_log_names_i
     assert CountEpochs.calls == 1
     lines = [message for message in caplog.messages if message.startswith("callbacks: ")]
     assert len(lines) == 1 and "CountEpochs.on_train_epoch_end is called once" in lines[0]
+
+
+class NanInValidation(nn.Module):
+    """The cross-entropy of a step; NaN in evaluation."""
+
+    def forward(self, logits, batch):
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+        return loss * (1.0 if torch.is_grad_enabled() else math.nan)
+
+
+def test_a_validation_that_is_not_finite_counts_as_a_step_that_is_not(make_config, tmp_path):
+    config = make_config(trainer__val_every=3)
+    with pytest.raises(NonFiniteError, match="the validation loss after step 3 is not finite"):
+        train(config, tmp_path / "stop", objective=NanInValidation())
+    result = train(dataclasses.replace(config, on_nonfinite="record"), tmp_path / "record", objective=NanInValidation())
+    assert (result["nonfinite_step"], result["val_loss"]) == (3, None)
+
+
+def test_a_run_that_ends_early_says_why(make_config, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    early = {"_target_": "lightning.pytorch.callbacks.EarlyStopping", "monitor": "val_loss", "patience": 2}
+    train(make_config(optimizer__lr=1e-30, trainer__val_every=1, callbacks={"early": early}), tmp_path / "early")
+    assert [line for line in caplog.messages if "ended at step 3 of 6" in line and "val_loss" in line and "patience 2" in line]
+    stop = L.callbacks.LambdaCallback(on_train_batch_end=lambda trainer, *_: setattr(trainer, "should_stop", True))
+    train_with(make_config(), tmp_path / "own", stop)
+    assert "the run ended at step 1 of 6: a callback or an argument of trainer.extra ended it" in caplog.messages
