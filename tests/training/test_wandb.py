@@ -12,7 +12,7 @@ import pytest
 
 from minitx.config import ConfigError
 from minitx.training.callbacks import StoppedError
-from minitx.training.loggers import finish_wandb, git_commit
+from minitx.training.loggers import finish_wandb, git_commit, wandb_id
 
 PROGRAM = """
 import sys
@@ -79,3 +79,11 @@ def test_the_commit_is_that_of_the_current_folder(tmp_path, monkeypatch):
     for words in (["init", "-q"], [*author, "commit", "-q", "--allow-empty", "-m", "one"], ["tag", "v7"]):
         subprocess.run(["git", *words], check=True, capture_output=True)
     assert git_commit() == "v7"
+
+
+def test_a_resumed_run_has_the_id_of_the_last_run_in_its_folder(tmp_path):
+    assert wandb_id(tmp_path) == {}
+    (tmp_path / "wandb" / "offline-run-1-fw93").mkdir(parents=True)
+    (tmp_path / "wandb" / "offline-run-1-fw93" / "run-fw93.wandb").touch()
+    (tmp_path / "wandb" / "latest-run").symlink_to("offline-run-1-fw93")
+    assert wandb_id(tmp_path) == {"id": "fw93"}
