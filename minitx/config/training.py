@@ -363,11 +363,13 @@ class RunConfig(Config):
             path = getattr(self, name)
             require(path != "", f"{name}= must name a {'file' if name == 'ckpt_path' else 'folder'}, or be null")
             object.__setattr__(self, name, path and os.path.expanduser(path))
-        resumed = self.trainer.plan and self.ckpt_path is not None
-        require(not resumed, "trainer.plan=true describes a new run, but ckpt_path resumes one: remove one of them")
+        if self.trainer.plan and self.ckpt_path is not None:
+            raise ConfigError("trainer.plan=true describes a new run, but ckpt_path resumes one: remove one of them")
         if self.experiment == "finetune" and self.init_from.path is None and self.model.name == MODEL:
             raise ConfigError(
                 "experiment=finetune needs a trained model: set init_from.path=FOLDER, or model=hf model.path=FOLDER"
             )
-        best = self.evaluation.test == "best" and not self.trainer.ckpt_every
-        require(not best, "evaluation.test=best needs best.ckpt, but trainer.ckpt_every=0 writes none")
+        if self.evaluation.test == "best" and not self.trainer.ckpt_every:
+            raise ConfigError("evaluation.test=best needs best.ckpt, but trainer.ckpt_every=0 writes none")
+        for part in (self.optimizer, self.schedule):
+            require(not part.is_partial, f"{part.path}._partial_=true must be removed: the run itself builds {part.name}")

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitx.config import IGNORED, EvaluationConfig
@@ -27,13 +26,13 @@ from minitx.config.training import Model
 from minitx.data.batches import Address, ValSource
 from minitx.data.file_formats import share_of
 from minitx.data.lightning_data import task_of_loaders
-from minitx.data.task import Batch, Task, as_split, num_targets, select_rows
+from minitx.data.task import Batch, Task, as_split, select_rows
 from minitx.generation import beam_search, generate
 from minitx.generation.decoding import longest_of
 from minitx.nn.modes import evaluating
 from minitx.training.devices import whole_state
 from minitx.training.net import Net, in_own_dtype, network_of
-from minitx.training.objectives import CrossEntropy, Objective, checked_sums
+from minitx.training.objectives import CrossEntropy, Objective, sums_of_rows
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
@@ -188,9 +187,12 @@ def evaluate(
     with objective_on(_device_of(network), objective), evaluating(network), torch.inference_mode():
         answers = task.kind == "seq2seq" and len(task.val_examples if split == "val" else task.test_examples) == source.num_rows
         has_metrics = task.kind in EVALUATED_KINDS and (answers or task.kind != "seq2seq")
+        sums = _sums(net, source, options, objective)
         if not has_metrics or not isinstance(objective, CrossEntropy):
-            return Evaluation(_of_sums(net, source, options, objective), dict(baselines()), **rows)
-        nll, counts, right = _losses(net, source, options)
+            return Evaluation(_of_sums(**sums), dict(baselines()), **rows)
+        real = sums["count"] > 0  # without rows that only fill up a batch
+        require(bool(real.any()), _NO_LABEL)
+        nll, right, counts = (sums[name][real] for name in ("loss", "correct", "count"))
         if task.kind == "seq2seq":
             evaluation = _of_answers(network, task, split, source, options, ratio_interval(nll, counts), 2 * int(counts.max()))
             return replace(evaluation, **rows)
@@ -229,44 +231,24 @@ def _batches(net: Net, source: ValSource, options: EvaluationConfig) -> Iterator
             return
 
 
-def _of_sums(net: Net, source: ValSource, options: EvaluationConfig, objective: Objective) -> dict[str, Metric]:
-    """Return the mean of every sum that the objective returns."""
-    sums_by_name, counts = defaultdict[str, list[Tensor]](list), list[Tensor]()
-    by_row = True
+def _sums(net: Net, source: ValSource, options: EvaluationConfig, objective: Objective) -> dict[str, Tensor]:
+    """Return the sums of every row by name (N,); of the whole split (1,) if the network does not return one output per row."""
+    columns, by_row = defaultdict[str, list[Tensor]](list), True
     for batch in _batches(net, source, options):
-        logits, size = net(batch), len(batch["labels"])
-        by_row = by_row and len(logits) == size
-        for rows in [slice(i, i + 1) for i in range(size)] if by_row else [slice(None)]:
-            sums = checked_sums(objective(logits[rows], select_rows(batch, rows)))
-            sums["loss"] = sums.pop("nll", sums["loss"])
-            for name, value in sums.items():
-                sums_by_name[name].append(value.cpu().double())
-            counts.append(num_targets(batch["labels"][rows]).cpu())
-    units = torch.stack(counts) if by_row else torch.stack(counts).sum(0, keepdim=True)
-    metrics = {}
-    for name, values in sums_by_name.items():
-        column, is_count = torch.stack(values), name == "correct"
-        interval = accuracy_interval if is_count else ratio_interval
-        metrics["accuracy" if is_count else name] = interval(column if by_row else column.sum(0, keepdim=True), units)
-    return metrics
-
-
-def _losses(net: Net, source: ValSource, options: EvaluationConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """Return for every row: -Σ ln p, the number of labels, and the number of correct labels."""
-    columns = list[tuple[Tensor, Tensor, Tensor]]()
-    for batch in _batches(net, source, options):
-        labels = batch["labels"].view(len(batch["labels"]), -1)
         logits = net(batch)
-        flat = logits.reshape(-1, logits.shape[-1]).to(torch.promote_types(logits.dtype, torch.float32))
-        nll = F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED, reduction="none").view_as(labels)
-        counted = labels != IGNORED
-        right = (flat.argmax(-1).view_as(labels) == labels) & counted
-        # float64 on the CPU: Apple's GPU has none
-        columns.append((nll.cpu().double().sum(-1), counted.sum(-1).cpu(), right.sum(-1).cpu()))
-    nll, counts, right = (torch.cat(column) for column in zip(*columns, strict=True))
-    real = counts > 0  # without rows that only fill up a batch
-    require(bool(real.any()), _NO_LABEL)
-    return nll[real], counts[real], right[real]
+        by_row = by_row and len(logits) == len(batch["labels"])
+        for name, values in sums_of_rows(objective, logits, batch).items():
+            columns[name].append(values.cpu().double())
+    sums = {name: torch.cat(column) for name, column in columns.items()}
+    return sums if by_row else {name: column.sum(0, keepdim=True) for name, column in sums.items()}
+
+
+def _of_sums(count: Tensor, **sums: Tensor) -> dict[str, Metric]:
+    """Return the mean of every sum of an objective."""
+    return {
+        "accuracy" if name == "correct" else name: (accuracy_interval if name == "correct" else ratio_interval)(column, count)
+        for name, column in sums.items()
+    }
 
 
 def _of_labels(task: Task, nll: Tensor, counts: Tensor, right: Tensor) -> dict[str, Metric]:

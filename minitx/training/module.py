@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from minitx.config import IGNORED, ConfigError, Part, TrainerConfig
 from minitx.config.schema import require
 from minitx.data.datamodule import DataModule
-from minitx.data.task import Batch, Task, num_targets, seed_device
+from minitx.data.task import Batch, Task, seed_device
 from minitx.nn.precision import widest_float
 from minitx.nn.transfer import to_host
 from minitx.training.checkpoints import network_weights, read_checkpoint, write_checkpoint
@@ -47,9 +47,9 @@ from minitx.training.objectives import (
     Objective,
     Sums,
     build_objective,
-    check_head,
     check_same_names,
     checked_sums,
+    validation_sums,
 )
 from minitx.training.optimizers import build_optimizer, check_strategy, skips_on_device
 
@@ -188,8 +188,16 @@ class TrainingModule(L.LightningModule):
         """Return the objective's sums over a batch."""
         if not isinstance(self.objective, CrossEntropy) or self.objective.chunk_tokens is None:
             return checked_sums(self._sums_of(batch))
-        hidden, head = self._hidden_of(self.net.inputs(batch)), self.net.head
-        assert head is not None  # see ``check_head``
+        chunk_tokens, head, model = self.objective.chunk_tokens, self.net.head, self.net.config
+        if head is None:
+            actual = self.net.kind
+            if model is not None:
+                keys = ("head", "head_transform", "logit_softcap")
+                actual = ", ".join(f"model.{key}={getattr(model, key)}" for key in keys)
+            raise ConfigError(
+                f"objective.chunk_tokens={chunk_tokens} needs model.head=lm with a single linear map, got {actual}: set it to null"
+            )
+        hidden = self._hidden_of(self.net.inputs(batch))
         weight, *bias = local_parts(list(head.parameters()))
         return self.objective.of_hidden(hidden, weight, bias[0] if bias else None, batch)
 
@@ -244,13 +252,11 @@ class TrainingModule(L.LightningModule):
                 torch.distributed.broadcast(buffer, src=0)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        sums = self.sums(batch)
-        count = num_targets(batch["labels"])
-        totals = {**sums, "loss": sums.get("nll", sums["loss"]), "count": count}
+        sums = validation_sums(self.sums(batch), batch["labels"])
         if self._validation:
-            check_same_names(totals, self._validation)
-        for name, value in totals.items():  # the filler row of a process without rows must not count
-            counted = torch.where(count > 0, value, 0).to(widest_float(self.device))
+            check_same_names(sums, self._validation)
+        for name, value in sums.items():  # the filler row of a process without rows must not count
+            counted = torch.where(sums["count"] > 0, value, 0).to(widest_float(self.device))
             self._validation[name] = counted + self._validation.get(name, 0)
 
     test_step = validation_step
@@ -272,8 +278,8 @@ class TrainingModule(L.LightningModule):
 
     def _log_means(self, split: str) -> Sums:
         """Log the means over the rows of a split on all processes, and return them."""
-        totals = {name: sum_over_rows(self.trainer, value) for name, value in self._validation.items() if name != "nll"}
-        totals = to_host(totals)  # callbacks read them one by one
+        # on the host, because callbacks read them one by one
+        totals = to_host({name: sum_over_rows(self.trainer, value) for name, value in self._validation.items()})
         self._validation = {}
         count = totals.pop("count")
         if not count:
@@ -352,18 +358,13 @@ def build_module(
     seed_device(seed)
     net, sums, row = Net.of(network), build_objective(objective), data.probe_batch(1)
     if isinstance(sums, CrossEntropy):
-        check_head(sums, net)
         check_labels(data.task)
-    for part in (optimizer, schedule):
-        require(not part.is_partial, f"{part.path}._partial_=true must be removed: the run itself builds {part.name}")
     make_optimizer = partial(build_optimizer, optimizer, head_dim=net.head_dim)
 
     def make_schedule(optimizer: torch.optim.Optimizer, steps: int) -> Any:
         return schedule.build(optimizer, max_steps=steps)
 
-    trial = make_optimizer(network)  # raises errors before the run creates its folder
-    make_schedule(trial, options.max_steps or sys.maxsize)
-    check_strategy(trial, options.strategy)
+    check_strategy(make_optimizer(network), options.strategy)  # its rules freeze weights before the summary and DDP count them
     net.check(row, data.task.key_masks.values())
     net.check_documents(row)
     return TrainingModule(network, sums, make_optimizer, make_schedule, options, seed)

@@ -253,7 +253,7 @@ class Net:
 
     @property
     def head(self) -> nn.Module | None:
-        """The head of one of our language models. It maps hidden states to logits. None for other networks."""
+        """The head of one of our language models, from hidden states to logits, if it is a single linear map; else None."""
         return None
 
     def writer(self, vocab_size: int, path: str) -> nn.Module:
@@ -337,7 +337,8 @@ class Ours(Net):
 
     @property
     def head(self) -> nn.Module | None:
-        return self.model.get_submodule("head") if self.config.head == "lm" else None
+        is_linear = self.config.head == "lm" and not self.config.head_transform and self.config.logit_softcap is None
+        return self.model.get_submodule("head") if is_linear else None
 
     def writer(self, vocab_size: int, path: str) -> nn.Module:
         return self.network

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from minitx.config import IGNORED, ConfigError, Part
 from minitx.config.schema import Count, Share, require
-from minitx.data.task import Batch
-from minitx.training.net import Net
+from minitx.data.task import Batch, num_targets, select_rows
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +51,9 @@ class CrossEntropy:
         return chunked_cross_entropy(hidden, weight, bias, batch["labels"], **options)
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0, count_correct: bool = True) -> Sums:
+def cross_entropy(
+    logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0, count_correct: bool = True, by_row: bool = False
+) -> Sums:
     """Return -Σ ln softmax(logits)[label] over the labels that are not -100, in at least float32.
 
     Args:
@@ -60,6 +61,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.
         labels: int (...), -100 at positions that do not count.
         label_smoothing: see ``CrossEntropy``.
         count_correct: also return ``correct``, the number of labels with the highest logit.
+        by_row: return sums of each row (B,), in float64 on the CPU, for evaluation.
 
     Raises:
         ConfigError: the shapes do not match, for example logits per token but labels per text; or a label is not a class.
@@ -80,9 +82,13 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.
     if targets.dtype == torch.bool or targets.is_floating_point():
         raise ConfigError(f"{rule}: got {targets.dtype}".replace("torch.", ""))
     try:
-        nll = F.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="sum")
+        nll = F.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="none" if by_row else "sum")
     except IndexError as error:  # only on a CPU; a GPU stops with an error that does not mention labels
         raise ConfigError(f"{rule}: {error}") from None
+    if by_row:  # on the CPU, because Apple's GPU has no float64
+        correct = (flat.argmax(-1) == targets) & (targets != IGNORED)
+        columns = {"loss": nll, "correct": correct}
+        return {name: each.reshape(len(labels), -1).cpu().double().sum(-1) for name, each in columns.items()}
     sums = {"loss": nll, "nll": nll.detach()}
     if label_smoothing:
         sums["loss"] = F.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing)
@@ -309,6 +315,26 @@ def checked_sums(result: Tensor | Mapping[str, Tensor]) -> Sums:
     return sums
 
 
+def validation_sums(sums: Sums, labels: Tensor) -> Sums:
+    """Return the sums of a validation batch: with ``nll``, if there is one, as ``loss``, and with the number of targets as ``count``."""
+    others = {name: value for name, value in sums.items() if name != "nll"}
+    return {**others, "loss": sums.get("nll", sums["loss"]), "count": num_targets(labels)}
+
+
+def sums_of_rows(objective: Objective, logits: Tensor, batch: Batch) -> Sums:
+    """Return ``validation_sums`` of each row (B,); of the whole batch (1,) if there is not one output per row."""
+    labels = batch["labels"]
+    if len(logits) != len(labels):
+        parts = [validation_sums(checked_sums(objective(logits, batch)), labels)]
+    elif isinstance(objective, CrossEntropy):
+        counts = (labels != IGNORED).reshape(len(labels), -1).sum(-1)
+        return {**cross_entropy(logits, labels, by_row=True), "count": counts}
+    else:
+        rows = [slice(i, i + 1) for i in range(len(labels))]
+        parts = [validation_sums(checked_sums(objective(logits[i], select_rows(batch, i))), labels[i]) for i in rows]
+    return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+
+
 def check_same_names(sums: Iterable[str], before: Iterable[str]) -> None:
     """Raise a ConfigError if the sums of a batch have other names than those of the batches before."""
     names = [", ".join(sorted({*each} - {"count"})) for each in (sums, before)]
@@ -320,21 +346,3 @@ def check_same_names(sums: Iterable[str], before: Iterable[str]) -> None:
 
 def _describe(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-
-
-def check_head(objective: CrossEntropy, net: Net) -> None:
-    """Check that the head is a single linear map if ``chunk_tokens`` is set.
-
-    Raises:
-        ConfigError: the head is not ``lm``, or has further layers.
-    """
-    if objective.chunk_tokens is None:
-        return
-    kind, head = net.config.head if net.config is not None else "none", net.head
-    softcap = getattr(head, "softcap", None)
-    more = "model.head_transform=True" if softcap is None else f"model.logit_softcap={softcap}"
-    actual = f"model.head={kind}" + (f" with {more}" if kind == "lm" else "")
-    require(
-        isinstance(head, nn.Linear) and softcap is None,
-        f"objective.chunk_tokens={objective.chunk_tokens} needs model.head=lm with a single linear map, got {actual}: set it to null",
-    )

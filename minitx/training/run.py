@@ -230,12 +230,9 @@ def check_demands(
         ConfigError: the data has no test split; or with ``trainer.strategy=sharded``, the layers of the network are unknown, or
             the evaluation would have to rebuild a network that was passed from Python.
     """
-    test = evaluation.test
-    require(test is None or rows.task.test is not None, f"evaluation.test={test}: the data has no test split")
-    if options.strategy != "sharded":
-        return
-    net.layers(options.shard)
-    if evaluation.at_end and from_python and net.stored_node is None:
+    if evaluation.test is not None and rows.task.test is None:
+        raise ConfigError(f"evaluation.test={evaluation.test}: the data has no test split")
+    if options.strategy == "sharded" and evaluation.at_end and from_python and net.stored_node is None:
         raise ConfigError("evaluation.at_end with trainer.strategy=sharded needs a model that the config can rebuild")
 
 

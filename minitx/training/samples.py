@@ -74,14 +74,9 @@ class Samples(StepCallback):
             f"callbacks.samples.prompts={list(self.prompts)} must be a list of texts, none of them empty",
         )
         encode: Any = (options.prompts and task.encode_prompt) or task.tokenizer.encode
-        try:
-            for prompt in self.prompts:
-                encode_known(task.tokenizer, prompt, "callbacks.samples.prompts")
-            self._ids = [[int(id) for id in encode(prompt)] for prompt in self.prompts]
-        except ConfigError:
-            raise
-        except ValueError as error:
-            raise ConfigError(f"callbacks.samples.prompts cannot be read by the tokenizer: {error}") from error
+        for prompt in self.prompts:
+            encode_known(task.tokenizer, prompt, "callbacks.samples.prompts")
+        self._ids = [[int(id) for id in encode(prompt)] for prompt in self.prompts]
 
     def _beginnings(self, rows: DataModule) -> list[str]:
         """Return the beginnings of three validation rows."""

@@ -14,11 +14,10 @@ from minitx.data.task import num_targets
 from minitx.nn.counting import allocations, count_flops
 from minitx.nn.models import build_model
 from minitx.training import optimizers
-from minitx.training.net import Net
+from minitx.training.module import TrainingModule
 from minitx.training.objectives import (
     CrossEntropy,
     build_objective,
-    check_head,
     checked_sums,
     chunked_cross_entropy,
     cross_entropy,
@@ -146,20 +145,18 @@ def test_a_sum_that_would_be_lost_or_overwritten_under_its_name_is_refused():
 
 
 HEADS = {
-    "lm with model.logit_softcap=5.0": {"logit_softcap": 5.0},
-    "lm with model.head_transform=True": {"architecture": "encoder", "head_transform": True},
-    "token": {"architecture": "encoder", "head": "token", "num_labels": 3},
-    "none": {"architecture": "encoder", "head": "none"},
+    "lm, model.head_transform=False, model.logit_softcap=5.0": {"logit_softcap": 5.0},
+    "lm, model.head_transform=True, model.logit_softcap=None": {"architecture": "encoder", "head_transform": True},
+    "token, model.head_transform=False, model.logit_softcap=None": {"architecture": "encoder", "head": "token", "num_labels": 3},
+    "none, model.head_transform=False, model.logit_softcap=None": {"architecture": "encoder", "head": "none"},
 }
 
 
 @pytest.mark.parametrize("found", HEADS)
 def test_a_loss_in_chunks_needs_a_head_that_is_one_linear_map(found):
-    plain, other = (Net.of(network(**options)) for options in ({}, HEADS[found]))
-    check_head(CrossEntropy(chunk_tokens=3), plain)
-    check_head(CrossEntropy(), other)
+    module = TrainingModule(network(**HEADS[found]), CrossEntropy(chunk_tokens=3), None, None)
     with pytest.raises(ConfigError, match=rf"^objective\.chunk_tokens=3 needs model\.head=lm .* got model\.head={found}: "):
-        check_head(CrossEntropy(chunk_tokens=3), other)
+        module.sums({"input_ids": torch.tensor([[1, 2, 3]]), "labels": torch.tensor([[2, 3, 4]])})
 
 
 @pytest.mark.parametrize(("chunk_tokens", "labels", "said"), [(0, (3,), "chunk_tokens=0"), (2, (4,), "hidden must have")])
