@@ -212,14 +212,13 @@ def result_of(folder: Path, trained: Mapping[str, Any], cap: int) -> dict[str, A
         cap: ``trainer.max_steps``.
     """
     rows = [row for row in read_metrics(folder / "metrics.csv") if row["train_loss"] is not None]
-    is_broken = trained["nonfinite_step"] is None and trained["metrics"].get("val_loss", 0.0) is None  # after the last update
     losses, accuracies = [row["train_loss"] for row in rows], [short(row.get("train_accuracy")) for row in rows]
     return {
         "steps": rows[-1]["step"] if rows else 0,
         "cap": cap,
         "loss": [short(loss) for loss in losses],
         "accuracy": None if set(accuracies) <= {None} else accuracies,
-        "nonfinite_step": trained["steps"] + 1 if is_broken else trained["nonfinite_step"],
+        "nonfinite_step": trained["nonfinite_step"],
         "val_loss": trained["val_loss"],
         "val_accuracy": trained["val_accuracy"],
         "floors": dict(trained["floors"]),

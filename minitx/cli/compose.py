@@ -27,7 +27,6 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError
 
-from minitx.cli.hydra_errors import CommandLine, explained, is_of_hydra, names_of
 from minitx.config import CONFIG_DIR, ConfigError, InitFrom, RunConfig, TrainerConfig, from_dict, is_node
 from minitx.config.part import find_target, import_modules, plain_defaults, required
 from minitx.config.schema import UNIONS, config_class_of, defaults, hints_of, require
@@ -204,6 +203,8 @@ def explaining(words: Sequence[str], **options: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        from minitx.cli.hydra_errors import CommandLine, explained, is_of_hydra  # only errors need it
+
         if isinstance(error, ConfigError) or not is_of_hydra(error):
             raise
         raise ConfigError(explained(error, CommandLine(words, **{"keys_of": _keys_of, **options}))) from error
@@ -211,6 +212,8 @@ def explaining(words: Sequence[str], **options: Any) -> Iterator[None]:
 
 def _keys_of(words: Sequence[str]) -> list[str]:
     """Return all keys of ``train.py WORDS``, as ``group.key``."""
+    from minitx.cli.hydra_errors import names_of
+
     return list(names_of(OmegaConf.to_container(_with_defaults(_compose(words)))))
 
 

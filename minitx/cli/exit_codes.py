@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from minitx.cli.hydra_errors import is_of_hydra, message_of
 from minitx.cli.launch import FOLDER, RankFailedError, tell_launcher
 from minitx.config import ConfigError
 
@@ -70,6 +69,8 @@ def _say(error: BaseException | None, text: str, code: int) -> int:
 
 def sentence(error: BaseException) -> tuple[str, int]:
     """Return the message of an exception in one line, and the exit code."""
+    from minitx.cli.hydra_errors import is_of_hydra, message_of  # only errors need it
+
     text = _one_line(str(error))
     kind = type(error).__name__  # compare names, because modules of these classes import torch
     if isinstance(error, ConfigError):
@@ -80,7 +81,9 @@ def sentence(error: BaseException) -> tuple[str, int]:
         return text, error.code
     if isinstance(getattr(error, "number", None), int):  # stopped by a signal
         return text, 128 + error.number  # type: ignore[attr-defined]
-    if kind in ("NonFiniteError", "CheckpointError", "WorkerError", "CellsFailedError"):
+    if {"NonFiniteError", "CheckpointError", "WorkerError", "CellsFailedError"} & {
+        base.__name__ for base in type(error).__mro__
+    }:
         return text, 3
     if is_of_hydra(error):
         return message_of(error), 2

@@ -98,7 +98,7 @@ def run_job(composed: DictConfig) -> float | None:
         if HydraConfig.get().mode == RunMode.RUN or isinstance(getattr(error, "number", None), int) or FOLDER in os.environ:
             raise KeyboardInterrupt from error  # otherwise Hydra adds a line, and runs the next job of a sweep
         log.warning("job %s failed: %s", HydraConfig.get().job.num, sentence(error)[0])  # Hydra only reports the first
-        if type(error).__name__ == "NonFiniteError" and math.isinf(worst := worst_value()):
+        if type(error).__name__.startswith("NonFinite") and math.isinf(worst := worst_value()):
             return worst  # the search goes on: this trial is its worst
         raise
 

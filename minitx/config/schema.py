@@ -259,6 +259,9 @@ def _read_bounded(hint: Any, bound: Any, value: Any, key: str) -> Any:
     return value
 
 
+SCIENTIFIC = r"[+-]?\d+(\.\d*)?[eE][+-]?\d+"  # a number that YAML 1.1 reads as a string
+
+
 def _read_union(parts: Sequence[Any], value: Any, key: str) -> Any:
     if value is None and types.NoneType in parts:
         return None
@@ -269,6 +272,8 @@ def _read_union(parts: Sequence[Any], value: Any, key: str) -> Any:
     groups = [option for option in options if dataclasses.is_dataclass(option)]
     if len(options) == 1 or (groups and isinstance(value, Mapping)):
         return read((groups or options)[0], value, key)
+    if isinstance(value, str) and str in options and not re.fullmatch(SCIENTIFIC, value):
+        return value
     for option in sorted(options, key=lambda o: o is str):  # str last, so that a number stays a number
         with suppress(ConfigError):
             return read(option, value, key)
@@ -290,7 +295,7 @@ def _read_tuple(parts: tuple[Any, ...], value: Any, key: str) -> tuple[Any, ...]
 def _read_plain(hint: Any, value: Any, key: str) -> Any:
     is_bool = isinstance(value, bool)
     if hint in (int, float) and isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?", value):
-        value = float(value) if set(value) & set(".eE") else int(value)  # of the environment; YAML 1.1 reads 1e-3 as a string
+        value = float(value) if set(value) & set(".eE") else int(value)  # from the environment, or 1e-3, a string in YAML 1.1
     if hint is float and isinstance(value, Real) and not is_bool:
         return float(value)
     if hint is int and (isinstance(value, Integral) or (isinstance(value, float) and value.is_integer())) and not is_bool:

@@ -71,11 +71,11 @@ class NonFiniteError(RuntimeError):
 
 
 class NonFiniteValidationError(NonFiniteError):
-    """The validation loss after step ``step``, counted from 0, is not finite."""
+    """The validation loss after ``step`` updates is not finite."""
 
     def __str__(self) -> str:
         return (
-            f"the validation loss after step {self.step + 1} is not finite ({self.loss:.4g}). Lower optimizer.lr, or set "
+            f"the validation loss after step {self.step} is not finite ({self.loss:.4g}). Lower optimizer.lr, or set "
             "on_nonfinite=record"
         )
 
@@ -286,7 +286,7 @@ class TrainingModule(L.LightningModule):
             log.warning("the %s rows have no loss: all labels are %d", split, IGNORED)
         means = {f"{split}_{'accuracy' if name == 'correct' else name}": value / count for name, value in totals.items()}
         if split == "val" and count and not math.isfinite(means["val_loss"]):
-            raise NonFiniteValidationError(self.global_step - 1, float(means["val_loss"]), float(self.grad_norm))
+            raise NonFiniteValidationError(self.global_step, float(means["val_loss"]), float(self.grad_norm))
         # StepLog logs the validation metrics, at the right step
         self.log_dict(means, rank_zero_only=True, logger=split == "test")
         return means

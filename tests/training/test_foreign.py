@@ -478,7 +478,7 @@ def test_of_a_run_only_weights_and_modes_are_left_on_the_model_of_its_user(tmp_p
 # --- counts, metrics and splits
 
 
-@pytest.mark.parametrize("size", [0, -4, 2.5, "4"])
+@pytest.mark.parametrize("size", [0, -4, 2.5, "four"])
 def test_a_batch_size_from_python_is_read_as_that_of_a_config_is(tmp_path, size):
     rows = squares()
     with pytest.raises(ConfigError, match=rf"^batch_size={size} must be"):

@@ -284,7 +284,7 @@ def test_a_validation_that_is_not_finite_counts_as_a_step_that_is_not(make_confi
     with pytest.raises(NonFiniteError, match="the validation loss after step 3 is not finite"):
         train(config, tmp_path / "stop", objective=NanInValidation())
     result = train(dataclasses.replace(config, on_nonfinite="record"), tmp_path / "record", objective=NanInValidation())
-    assert (result["nonfinite_step"], result["val_loss"]) == (3, None)
+    assert (result["steps"], result["nonfinite_step"], result["val_loss"]) == (3, 4, None)
 
 
 def test_a_run_that_ends_early_says_why(make_config, tmp_path, caplog):
