@@ -147,7 +147,11 @@ def test_a_sum_that_would_be_lost_or_overwritten_under_its_name_is_refused():
 HEADS = {
     "lm, model.head_transform=False, model.logit_softcap=5.0": {"logit_softcap": 5.0},
     "lm, model.head_transform=True, model.logit_softcap=None": {"architecture": "encoder", "head_transform": True},
-    "token, model.head_transform=False, model.logit_softcap=None": {"architecture": "encoder", "head": "token", "num_labels": 3},
+    "token, model.head_transform=False, model.logit_softcap=None": {
+        "architecture": "encoder",
+        "head": "token",
+        "num_labels": 3,
+    },
     "none, model.head_transform=False, model.logit_softcap=None": {"architecture": "encoder", "head": "none"},
 }
 
