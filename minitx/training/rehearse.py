@@ -143,7 +143,7 @@ def compare_rows(module: TrainingModule, batch: Batch, device: torch.device) -> 
     batch = {name: value.to(device) for name, value in batch.items()}
     rows = [select_rows(batch, [row]) for row in range(len(batch["labels"]))]
     with evaluating(network), torch.enable_grad(), _with_noise(network):
-        together, again, apart = (_sums(module, batches) for batches in ([batch], [batch], rows))
+        together, again, apart = (_sums_over(module, batches) for batches in ([batch], [batch], rows))
     for name, value in together.items():
         sum_apart, is_random = apart[name], not math.isclose(value, again[name], rel_tol=1e-3, abs_tol=1e-12)
         if not math.isfinite(value) or is_random:
@@ -155,7 +155,7 @@ def compare_rows(module: TrainingModule, batch: Batch, device: torch.device) -> 
             )
 
 
-def _sums(module: TrainingModule, batches: Iterable[Batch]) -> dict[str, float]:
+def _sums_over(module: TrainingModule, batches: Iterable[Batch]) -> dict[str, float]:
     """Return the sums of the objective over batches, and the norm of the gradient."""
     weights = [weight for weight in module.network.parameters() if weight.requires_grad]
     module.network.zero_grad(set_to_none=True)

@@ -27,10 +27,10 @@ from minitx.training.callbacks import Averages, BestCheckpoint, LastCheckpoint, 
 from minitx.training.checkpoints import check_free, check_resumed, load_start, stored_state
 from minitx.training.devices import machine
 from minitx.training.loggers import (
-    Facts,
     describe_training,
     finish_wandb,
     run_folder,
+    send_facts,
     summarise,
     summary,
 )
@@ -136,6 +136,7 @@ class Run:
             log_on_rank_zero(summary(trainer, module, rows, self.description, folder, self.done))
             for line in epoch_hooks(callbacks):
                 log_on_rank_zero(line)
+            send_facts(trainer, self.state["config"], (files or {}).get("command.txt"))
             nonfinite_step = self._train(trainer)
             metrics = {} if nonfinite_step else dict(trainer.callback_metrics)
             if nonfinite_step is None and (self.evaluation.at_end or self.evaluation.test):
@@ -269,7 +270,7 @@ def build_callbacks(run: Run, folder: Path) -> list[L.Callback]:
         callbacks.append(StopAt(**to_dict(options.stop_at)))
     if options.ckpt_every:
         callbacks.append(BestCheckpoint(folder / "checkpoints", options.monitor, options.monitor_mode))
-    return [*callbacks, Facts(run.state["config"], folder), *parts.values(), last]
+    return [*callbacks, *parts.values(), last]
 
 
 def log_on_rank_zero(text: str) -> None:
