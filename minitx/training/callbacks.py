@@ -320,12 +320,7 @@ def _averaging(callbacks: Sequence[L.Callback]) -> list[WeightAveraging]:
 
 
 class PlainProgress(StepCallback):
-    """Print a line every few seconds if the output is not a terminal: step, loss, speed and remaining time."""
-
-    def __init__(self, every_seconds: float = 5.0) -> None:
-        self.every_seconds = every_seconds
-        self.last = self.started = 0.0
-        self.first_step = 0
+    """Print a line every five seconds if the output is not a terminal: step, loss, speed and remaining time."""
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.started = self.last = time.perf_counter()
@@ -333,7 +328,7 @@ class PlainProgress(StepCallback):
 
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
         now, figures, steps = time.perf_counter(), figures_of(trainer), trainer.estimated_stepping_batches
-        if figures and trainer.is_global_zero and (now - self.last >= self.every_seconds or step == steps):
+        if figures and trainer.is_global_zero and (now - self.last >= 5.0 or step == steps):
             self.last = now
             rate = (step - self.first_step) / max(now - self.started, 1e-9)
             text = "  ".join(f"{name} {value}" for name, value in figures.items())
@@ -525,7 +520,7 @@ def is_validated_after(trainer: L.Trainer, step: int) -> bool:
 class BestCheckpoint(ModelCheckpoint):
     """Write ``best.ckpt`` to ``folder`` at the best value of ``monitor``. A separate class, because Lightning stores state by class."""
 
-    def __init__(self, folder: Path, monitor: str = "val_loss", mode: str = "min") -> None:
+    def __init__(self, folder: Path, monitor: str, mode: str) -> None:
         options: dict[str, Any] = {"monitor": monitor, "mode": mode, "save_on_train_epoch_end": False}
         super().__init__(dirpath=folder, filename="best", enable_version_counter=False, **options)
 

@@ -16,13 +16,13 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.serialization import config as serialization
 
-from minitx.config import ConfigError, InitFrom, Part, RunConfig, TrainerConfig, TransformerConfig, is_node, to_dict
+from minitx.config import ConfigError, InitFrom, Part, TransformerConfig, is_node, to_dict
 from minitx.config.part import FROM_PYTHON, differences, find_target, import_modules
 from minitx.config.schema import defaults, first_line, read, require
 from minitx.config.training import FOLDER_READER, MODEL, Data, Model
@@ -34,7 +34,7 @@ from minitx.data.tokenizers import Tokenizer
 from minitx.nn.changes import joined
 from minitx.training import rank
 from minitx.training.devices import device_of
-from minitx.training.net import Net, decided_fields, network_of
+from minitx.training.net import Net, network_of
 from minitx.training.objectives import Objective, build_objective
 from minitx.training.trust import check_trusted
 
@@ -166,12 +166,18 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def stored_state(config: RunConfig, task: Task, net: Net) -> dict[str, Any]:
-    """Return the plain data that every checkpoint of a run contains: config, model, tokenizer and names of labels."""
+def stored_state(config: Mapping[str, Any], model: Mapping[str, Any], task: Task) -> dict[str, Any]:
+    """Return the plain data that every checkpoint of a run contains: config, model, tokenizer and names of labels.
+
+    Args:
+        config: the config as plain data.
+        model: the node of the model (``Net.node``).
+        task: the data.
+    """
     tokenizer = task.tokenizer
     return {
-        "config": to_dict(config),
-        "model": net.node(config.model, decided_fields(task)),
+        "config": config,
+        "model": model,
         "tokenizer": tokenizer.to_dict() if isinstance(tokenizer, Tokenizer) else None,
         "labels": list(task.label_names),
         "format": FORMAT,
@@ -211,7 +217,7 @@ def check_free(folder: Path, ckpt_path: str | None) -> None:
     """
     if rank() or not (folder / "metrics.csv").exists():
         return
-    if ckpt_path is None or (ckpt_path != "last" and not _is_in(folder, ckpt_path)):
+    if ckpt_path is None or not _is_in(folder, ckpt_path):
         other = "" if ckpt_path is None else f", and ckpt_path={ckpt_path} is not a checkpoint of that run"
         raise ConfigError(
             f"output_dir={folder} already contains a run{other}: resume it with ckpt_path=last, or choose another folder"
@@ -227,20 +233,80 @@ def _is_in(folder: Path, path: str) -> bool:
 # --- starting from stored weights
 
 
-class Start(NamedTuple):
-    """What a run starts from.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Start:
+    """What a run starts from: the content of ``init_from.path``.
 
     Attributes:
+        path: the checkpoint, the folder or the name on the hub.
+        fold_scale: allow another scale (``init_from.fold_scale``).
         weights: the weights by name.
         shape: the model's config as plain data; None if the model is not one of ours.
         tokenizer: the tokenizer that is stored with the weights, or None.
         changes: the differences between the model and its config (``Net.changes``).
     """
 
+    path: str
+    fold_scale: bool = False
     weights: dict[str, Any]
     shape: dict[str, Any] | None
     tokenizer: Tokenizer | None
     changes: Sequence[str] = ()
+
+    def tokenizer_for(self, data: Part) -> Tokenizer | None:
+        """Return the tokenizer that is stored with the weights, or None.
+
+        Raises:
+            ConfigError: there is none, and ``data.tokenizer`` would train a new one.
+        """
+        kind = data.get("tokenizer")
+        if self.tokenizer is None and kind in ("char", "bpe"):
+            raise ConfigError(
+                f"data.tokenizer={kind} would be a new tokenizer, but the weights of init_from.path={self.path} were trained "
+                "with another one: data.tokenizer must name its file or folder, because it is not stored with the weights"
+            )
+        return self.tokenizer
+
+    def load_into(self, network: nn.Module) -> None:
+        """Load the weights into ``network``. With ``fold_scale``, a different scale is folded into them.
+
+        Raises:
+            ConfigError: a tensor is missing, unexpected or of another shape (torch's message names it); the scale differs and is
+                not, or cannot be, folded; or the weights are of a model that differs from its config in other ways than ``network``.
+        """
+        net = Net.of(network)
+        config = net.config
+        if self.changes and list(self.changes) != net.changes():
+            raise ConfigError(
+                f"init_from.path={self.path} contains a model that differs from its config: {joined(self.changes)}. The model of this run "
+                "would be another function: build it as for the run that wrote the weights, and pass it to train(model=...)"
+            )
+        if config is not None:
+            self._check_scale(config)
+        try:
+            load_weights(network, self.weights)
+            if self.fold_scale and self.shape is not None and config is not None:
+                from minitx.nn.folding import fold_scale, set_scale
+
+                # first the scale of the weights, then the config's
+                set_scale(network, self.shape["scale"], factor=self.shape["scale_factor"])
+                fold_scale(network, config.scale, factor=config.scale_factor)
+        except (RuntimeError, ValueError) as error:
+            raise ConfigError(f"init_from.path={self.path} does not match the model: {first_line(error)}") from error
+
+    def _check_scale(self, model: TransformerConfig) -> None:
+        """Check the scale of the model, and log that ``model.init_fold`` has no effect."""
+        shape = {} if self.shape is None or self.fold_scale else self.shape
+        for name in ("scale", "scale_factor"):
+            value = getattr(model, name)
+            stored = shape.get(name, value)
+            if stored != value:
+                raise ConfigError(
+                    f"model.{name}={value} differs from {stored}, the value of the weights of init_from.path={self.path}, "
+                    "and would change the function: use that value, or set init_from.fold_scale=true"
+                )
+        if model.init_fold is not None:
+            log.info("model.init_fold=%s is ignored: the weights come from init_from.path=%s", model.init_fold, self.path)
 
 
 def load_start(init_from: InitFrom) -> Start | None:
@@ -251,7 +317,8 @@ def load_start(init_from: InitFrom) -> Start | None:
     """
     if init_from.path is None:
         return None
-    path, overrides = str(init_from.path), to_dict(init_from.overrides)
+    path = init_from.path
+    overrides = to_dict(init_from.overrides)
     if not os.path.isfile(os.path.expanduser(path)):
         read_folder = find_target(FOLDER_READER, "init_from")  # by name: the core does not import Hugging Face's formats
         try:
@@ -259,34 +326,24 @@ def load_start(init_from: InitFrom) -> Start | None:
         except (ImportError, OSError, ValueError, AttributeError) as error:
             raise ConfigError(f"init_from.path={path} cannot be loaded: {error}") from error
         if content is not None:
-            return Start(*content)
-    require(
-        not (overrides or init_from.ignore),
-        f"init_from.overrides and init_from.ignore are only for a Hugging Face folder, but init_from.path={path} is not one",
-    )
+            weights, shape, tokenizer = content
+            return Start(path=path, fold_scale=init_from.fold_scale, weights=weights, shape=shape, tokenizer=tokenizer)
+    if overrides or init_from.ignore:
+        raise ConfigError(
+            f"init_from.overrides and init_from.ignore are only for a Hugging Face folder, but init_from.path={path} is not one"
+        )
     checkpoint = read_checkpoint(os.path.expanduser(path), key="init_from.path", verb="start from")
     state = checkpoint["minitx"]
     model = dict(state["model"])
     shape = model if model.pop("_target_") == MODEL else None
-    tokenizer = Tokenizer.from_dict(state["tokenizer"]) if state["tokenizer"] else None
-    return Start(network_weights(checkpoint), shape, tokenizer, () if shape else model.get("changes", ()))
-
-
-def tokenizer_of(init_from: InitFrom, start: Start | None, data: Part) -> Tokenizer | None:
-    """Return the tokenizer of ``start``, the weights of ``init_from.path``, or None.
-
-    Raises:
-        ConfigError: no tokenizer is stored there, and ``data.tokenizer`` would train a new one.
-    """
-    if start is None:
-        return None
-    tokenizer, kind = start.tokenizer, data.get("tokenizer")
-    if tokenizer is None and kind in ("char", "bpe"):
-        raise ConfigError(
-            f"data.tokenizer={kind} would be a new tokenizer, but the weights of init_from.path={init_from.path} were trained "
-            "with another one: data.tokenizer must name its file or folder, because it is not stored with the weights"
-        )
-    return tokenizer
+    return Start(
+        path=path,
+        fold_scale=init_from.fold_scale,
+        weights=network_weights(checkpoint),
+        shape=shape,
+        tokenizer=Tokenizer.from_dict(state["tokenizer"]) if state["tokenizer"] else None,
+        changes=() if shape else model.get("changes", ()),
+    )
 
 
 def stored_shape(init_from: InitFrom, trust: bool) -> dict[str, Any]:
@@ -302,126 +359,77 @@ def stored_shape(init_from: InitFrom, trust: bool) -> dict[str, Any]:
     return shape
 
 
-def check_scale_of(init_from: InitFrom, model: TransformerConfig, stored: Mapping[str, Any]) -> None:
-    """Check the scale against that of the ``stored`` config of ``init_from.path``, and log that ``model.init_fold`` has no effect.
+def check_resumed(path: str | None, parts: Mapping[str, Part], state: Mapping[str, Any]) -> int:
+    """Return the step at which the checkpoint ``path`` resumes, or 0 if it is None. Code in the checkpoint is not executed.
 
-    Raises:
-        ConfigError: ``scale`` or ``scale_factor`` differs, and ``init_from.fold_scale`` is off.
-    """
-    path = init_from.path
-    for name in ("scale", "scale_factor"):
-        if not init_from.fold_scale and stored and stored.get(name, getattr(model, name)) != getattr(model, name):
-            raise ConfigError(
-                f"model.{name}={getattr(model, name)} differs from {stored[name]}, the value of the weights of init_from.path={path}, "
-                "and would change the function: use that value, or set init_from.fold_scale=true"
-            )
-    if model.init_fold is not None:
-        log.info("model.init_fold=%s is ignored: the weights come from init_from.path=%s", model.init_fold, path)
-
-
-def start_from(init_from: InitFrom, start: Start | None, network: Network) -> Network:
-    """Load ``start``, the weights of ``init_from.path``, into ``network``, if it is not None, and return the network.
-
-    With ``fold_scale``, a different scale is folded into the weights.
-
-    Raises:
-        ConfigError: a tensor is missing, unexpected or of another shape (torch's message names it); the scale differs and is
-            not, or cannot be, folded; or the weights are of a model that differs from its config in other ways than ``network``.
-    """
-    if start is None:
-        return network
-    net, path = Net.of(network), init_from.path
-    config = net.config
-    if start.changes and list(start.changes) != net.changes():
-        raise ConfigError(
-            f"init_from.path={path} contains a model that differs from its config: {joined(start.changes)}. The model of this run "
-            "would be another function: build it as for the run that wrote the weights, and pass it to train(model=...)"
-        )
-    if config is not None:
-        check_scale_of(init_from, config, start.shape or {})
-    try:
-        load_weights(network, start.weights)
-        if init_from.fold_scale and start.shape is not None and config is not None:
-            from minitx.nn.folding import fold_scale, set_scale
-
-            set_scale(
-                network, start.shape["scale"], factor=start.shape["scale_factor"]
-            )  # first the scale of the weights, then the config's
-            fold_scale(network, config.scale, factor=config.scale_factor)
-    except (RuntimeError, ValueError) as error:
-        raise ConfigError(f"init_from.path={path} does not match the model: {first_line(error)}") from error
-    return network
-
-
-def check_resumed(config: RunConfig, state: Mapping[str, Any]) -> int:
-    """Return the step at which ``ckpt_path`` resumes, or 0 if it is None. Code in the checkpoint is not executed.
+    Args:
+        path: the checkpoint, ``ckpt_path`` of the config.
+        parts: the parts ``data``, ``objective``, ``optimizer`` and ``schedule`` of the run.
+        state: the plain data that the run stores (``stored_state``).
 
     Raises:
         ConfigError: the file does not exist, is not a checkpoint of minitx, is beyond ``trainer.max_steps``, or was written
             with another model, optimizer, schedule or number of steps (``check_length``). The message names the differences.
     """
-    if config.ckpt_path is None:
+    if path is None:
         return 0
-    checkpoint, named = read_checkpoint(config.ckpt_path), f"ckpt_path={config.ckpt_path}"
+    checkpoint = read_checkpoint(path)
+    named = f"ckpt_path={path}"
     stored = checkpoint["minitx"]
     saved, current = stored["config"], state["config"]
     model_defaults = defaults(TransformerConfig) if stored["model"]["_target_"] == MODEL else {}
-    changed_model = "; ".join(differences({**model_defaults, **stored["model"]}, state["model"], "model"))
-    require(not changed_model, f"{named} contains another model than the config: {changed_model}")
-    for name, part in {"optimizer": config.optimizer, "schedule": config.schedule}.items():
-        changed = "; ".join(part.differences(saved[name]))  # the state in the checkpoint would override the config
-        require(
-            not changed,
-            f"{named} was trained with another {name}: {changed}. "
-            "Resume with the old values, or start a new run from the weights with init_from.path",
-        )
-    lambdas = ["lr_lambdas" in entry for entry in checkpoint["lr_schedulers"]]
-    if not all(lambdas):  # the state of a LambdaLR does not contain a number of steps
-        check_length(config.schedule, config.trainer, saved["trainer"], named)
+    if changed_model := "; ".join(differences({**model_defaults, **stored["model"]}, state["model"], "model")):
+        raise ConfigError(f"{named} contains another model than the config: {changed_model}")
+    changes = {name: part.differences(saved[name]) for name, part in parts.items()}
+    for name in ("optimizer", "schedule"):  # the state in the checkpoint would override the config
+        if changes[name]:
+            raise ConfigError(
+                f"{named} was trained with another {name}: {'; '.join(changes[name])}. "
+                "Resume with the old values, or start a new run from the weights with init_from.path"
+            )
+    if not all(
+        "lr_lambdas" in entry for entry in checkpoint["lr_schedulers"]
+    ):  # the state of a LambdaLR has no number of steps
+        check_length(parts["schedule"], saved["trainer"], current["trainer"], named)
     tokenizers_of_both = [Tokenizer.from_dict(entry["tokenizer"]) for entry in (stored, state) if entry["tokenizer"]]
     if len({*map(tokenizers.fingerprint, tokenizers_of_both)}) > 1:  # ids may have other meanings, even if the size is the same
         raise ConfigError(
             f"{named} was trained with another tokenizer. Resume with the old data, "
             "or start a new run from the weights and their tokenizer with init_from.path"
         )
-    other_changes = [f"seed {saved['seed']} != {current['seed']}"] if saved["seed"] != current["seed"] else []
-    changes = config.data.differences(saved["data"])
-    other_changes += [change for change in changes if not change.startswith(("data.cache_dir ", "data.num_workers "))]
-    if other_changes:
-        log.warning(
-            "%s resumes with another seed or other data, so rows may be repeated or skipped: %s",
-            named,
-            "; ".join(other_changes),
-        )
+    of_rows = [f"seed {saved['seed']} != {current['seed']}"] if saved["seed"] != current["seed"] else []
+    of_rows += [change for change in changes["data"] if not change.startswith(("data.cache_dir ", "data.num_workers "))]
+    if of_rows:
+        text = "%s resumes with another seed or other data, so rows may be repeated or skipped: %s"
+        log.warning(text, named, "; ".join(of_rows))
     equal = ("objective.chunk_tokens ", "objective.count_correct ")  # the loss does not depend on them
-    of_loss = [change for change in config.objective.differences(saved["objective"]) if not change.startswith(equal)]
+    of_loss = [change for change in changes["objective"] if not change.startswith(equal)]
     if of_loss:
-        log.warning(
-            "%s resumes with another objective, so its losses cannot be compared with those before: %s",
-            named,
-            "; ".join(of_loss),
-        )
-    step, max_steps = int(checkpoint["global_step"]), config.trainer.max_steps
-    require(max_steps is None or step <= max_steps, f"{named} is at step {step}, beyond trainer.max_steps={max_steps}")
+        text = "%s resumes with another objective, so its losses cannot be compared with those before: %s"
+        log.warning(text, named, "; ".join(of_loss))
+    step = int(checkpoint["global_step"])
+    max_steps = current["trainer"]["max_steps"]
+    if max_steps is not None and step > max_steps:
+        raise ConfigError(f"{named} is at step {step}, beyond trainer.max_steps={max_steps}")
     return step
 
 
-def check_length(schedule: Part, trainer: TrainerConfig, saved: Mapping[str, Any], named: str) -> None:
+def check_length(schedule: Part, saved: Mapping[str, Any], current: Mapping[str, Any], named: str) -> None:
     """Refuse to resume with another number of steps if the state of the schedule may depend on the old number.
 
     Args:
-        saved: the options of the trainer in the checkpoint ``named``.
+        saved, current: the options of the trainer in the checkpoint ``named``, and those of the run.
 
     Raises:
         ConfigError: ``trainer.max_steps`` or ``max_epochs`` has changed, and the schedule is built with the number of steps.
     """
     takes_steps = "max_steps" in schedule.names - {*schedule.arguments}
     for name in ("max_steps", "max_epochs") if takes_steps else ():
-        require(
-            saved[name] == getattr(trainer, name),
-            f"{named} was trained with a schedule for trainer.{name}={saved[name]}. "
-            "Resume with the old value, or start a new run from the weights with init_from.path",
-        )
+        if saved[name] != current[name]:
+            raise ConfigError(
+                f"{named} was trained with a schedule for trainer.{name}={saved[name]}. "
+                "Resume with the old value, or start a new run from the weights with init_from.path"
+            )
 
 
 # --- rebuilding the contents of a checkpoint

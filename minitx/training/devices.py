@@ -50,8 +50,8 @@ PEAK_TFLOPS = {
 """Dense bfloat16 TFLOP/s from NVIDIA's data sheets, by a part of the device name. The first match is used."""
 
 
-def check_count(options: TrainerConfig) -> None:
-    """Check that this machine has the devices of the config.
+def check_count(options: TrainerConfig) -> torch.device:
+    """Check that this machine has the devices of the config, and return the first of them.
 
     Raises:
         ConfigError: the accelerator is not registered, there are fewer devices than required, or ``trainer.precision`` is
@@ -74,6 +74,7 @@ def check_count(options: TrainerConfig) -> None:
         raise ConfigError(
             f"trainer.precision=64-true: {device_name(device)} does not support float64: set trainer.accelerator=cpu"
         )
+    return device
 
 
 def count_devices(accelerator: str, num_cuda: int, has_mps: bool) -> tuple[int, float]:
@@ -338,8 +339,7 @@ def machine(options: TrainerConfig) -> Iterator[None]:
     Raises:
         ConfigError: see ``check_count``.
     """
-    check_count(options)
-    device = device_of(options.accelerator)
+    device = check_count(options)
     on_cpu = device.type == "cpu"
     threads, is_exact = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     warn_only, benchmark = torch.is_deterministic_algorithms_warn_only_enabled(), torch.backends.cudnn.benchmark

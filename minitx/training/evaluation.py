@@ -187,7 +187,7 @@ def evaluate(
     with objective_on(_device_of(network), objective), evaluating(network), torch.inference_mode():
         answers = task.kind == "seq2seq" and len(task.val_examples if split == "val" else task.test_examples) == source.num_rows
         has_metrics = task.kind in EVALUATED_KINDS and (answers or task.kind != "seq2seq")
-        sums = _sums(net, source, options, objective)
+        sums = _sums_of_split(net, source, options, objective)
         if not has_metrics or not isinstance(objective, CrossEntropy):
             return Evaluation(_of_sums(**sums), dict(baselines()), **rows)
         real = sums["count"] > 0  # without rows that only fill up a batch
@@ -231,7 +231,7 @@ def _batches(net: Net, source: ValSource, options: EvaluationConfig) -> Iterator
             return
 
 
-def _sums(net: Net, source: ValSource, options: EvaluationConfig, objective: Objective) -> dict[str, Tensor]:
+def _sums_of_split(net: Net, source: ValSource, options: EvaluationConfig, objective: Objective) -> dict[str, Tensor]:
     """Return the sums of every row by name (N,); of the whole split (1,) if the network does not return one output per row."""
     columns, by_row = defaultdict[str, list[Tensor]](list), True
     for batch in _batches(net, source, options):

@@ -220,24 +220,13 @@ def summarise(
 # --- trackers
 
 
-class Facts(L.Callback):
-    """Send the config, the command and the commit to Weights & Biases and MLflow. Curves are sent by the loggers themselves.
-
-    Args:
-        config: the config of the run as plain data.
-        folder: the folder of the run. The command is read from its ``command.txt``.
-    """
-
-    def __init__(self, config: Mapping[str, Any], folder: Path) -> None:
-        self.config, self.folder = config, folder
-
-    def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        written = self.folder / "command.txt"
-        facts = {"command": written.read_text(encoding="utf-8").strip() if written.exists() else None, "commit": git_commit()}
-        for logger in trainer.loggers:
-            if trainer.is_global_zero and isinstance(logger, WandbLogger | MLFlowLogger):
-                logger.log_hyperparams({**self.config, **{name: text for name, text in facts.items() if text}})
-        for logger in wandb_loggers(trainer):
+def send_facts(trainer: L.Trainer, config: Mapping[str, Any], command: str | None) -> None:
+    """Send the config, the command and the commit to Weights & Biases and MLflow. Curves are sent by the loggers themselves."""
+    trackers = [logger for logger in trainer.loggers if not rank() and isinstance(logger, WandbLogger | MLFlowLogger)]
+    facts = {"command": command, "commit": git_commit()} if trackers else {}
+    for logger in trackers:
+        logger.log_hyperparams({**config, **{name: text for name, text in facts.items() if text}})
+        if isinstance(logger, WandbLogger):
             logger.experiment.define_metric("val_loss", summary="min")
 
 

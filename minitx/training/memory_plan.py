@@ -27,12 +27,12 @@ from minitx.config.training import LOADING
 from minitx.data.datamodule import DataModule, open_data
 from minitx.data.task import Task, kept_generators
 from minitx.training.callbacks import check_whole_weights
-from minitx.training.checkpoints import load_start, tokenizer_of
+from minitx.training.checkpoints import load_start
 from minitx.training.devices import check_accelerator, cpu_precision, device_of, local_parts, parallelize
 from minitx.training.loggers import describe_part
 from minitx.training.net import Net, build_network
 from minitx.training.optimizers import build_optimizer, check_strategy
-from minitx.training.run import build_all, check_demands, log_on_rank_zero, with_objects
+from minitx.training.run import build_all, check_evaluation, log_on_rank_zero, with_objects
 from minitx.training.trainer import quiet_lightning
 
 
@@ -44,16 +44,17 @@ def show_plan(
     batch_size: int = LOADING["batch_size"][1],
 ) -> dict[str, int]:
     """Log the memory plan of the run that ``train`` would make of these arguments, and return its bytes by name."""
-    config = with_objects(config, model=model, data=data, objective=None, batch_size=batch_size)
+    config = with_objects(config, batch_size, model=model, data=data)
     options = config.trainer
     check_accelerator(options.accelerator)
     is_sharded, count = options.strategy == "sharded", options.world_size
     with quiet_lightning(), kept_generators(torch.device("cpu")):
-        tokenizer = tokenizer_of(config.init_from, load_start(config.init_from), config.data)
+        start = load_start(config.init_from)
+        tokenizer = None if start is None else start.tokenizer_for(config.data)
         rows = open_data(config.data, options, seed=config.seed, tokenizer=tokenizer)
         network = build_without_numbers(config.model, rows, options.precision)
         net = Net.of(network)
-        check_demands(net, rows, options, config.evaluation, from_python=config.model.is_object)
+        check_evaluation(config.evaluation, rows.task, net if is_sharded and config.model.is_object else None)
         callbacks = build_all(config.callbacks, "callbacks", L.Callback, folder=Path(), rows=rows, seed=config.seed)
         check_whole_weights(callbacks, is_sharded=is_sharded)
         plan = make_plan(network, config.optimizer, options, [*callbacks.values()])
@@ -261,8 +262,8 @@ def fake_processes(count: int, rank: int = 0) -> Iterator[DeviceMesh]:
     Raises:
         ConfigError: this process already has a process group.
     """
-    is_free = not torch.distributed.is_initialized()
-    require(is_free, "trainer.plan=true does not work in a process that already has a torch.distributed process group")
+    if torch.distributed.is_initialized():
+        raise ConfigError("trainer.plan=true does not work in a process that already has a torch.distributed process group")
     torch.distributed.init_process_group("fake", rank=rank, world_size=count)  # FSDP needs a process group
     try:
         yield init_device_mesh("cpu", (count,), mesh_dim_names=("data_parallel",))

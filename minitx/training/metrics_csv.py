@@ -45,13 +45,12 @@ class MetricsFile(Logger):
     Args:
         path: the file.
         start_step: remove the rows after this step. They were written after the checkpoint that the run resumes from.
-        columns: the columns that start a row. None: all metrics start a row, at the step that Lightning passes.
     """
 
-    def __init__(self, path: Path, start_step: int = 0, columns: Sequence[str] | None = COLUMNS) -> None:
+    def __init__(self, path: Path, start_step: int = 0) -> None:
         super().__init__()
-        self.path, self._starts = path, columns
-        self._columns, self._row, self._others = list(columns or ("step",)), dict[str, Any](), dict[str, Any]()
+        self.path = path
+        self._columns, self._row, self._others = list(COLUMNS), dict[str, Any](), dict[str, Any]()
         self._begin(start_step)
 
     @rank_zero_only
@@ -79,7 +78,7 @@ class MetricsFile(Logger):
         """Add values to the row of ``step``. It is the last row or a new row."""
         # drop Lightning's epoch: it counts from the start of the process, not of the data
         metrics = {name: value for name, value in metrics.items() if name != "epoch"}
-        if self._starts is not None and not metrics.keys() & set(self._starts):
+        if not metrics.keys() & {*COLUMNS}:
             self._others.update({name: float(value) for name, value in metrics.items()})
         else:
             self._add(metrics, step)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -135,12 +134,7 @@ class TrainingModule(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.network)
-        steps = self.trainer.estimated_stepping_batches
-        if not 0 < steps < math.inf:
-            raise ConfigError(f"trainer.max_epochs={self.trainer.max_epochs} needs data with a length: set trainer.max_steps")
-        # callbacks read the number of steps, even if epochs limit the run
-        self.trainer.fit_loop.epoch_loop.max_steps = int(steps)
-        schedule = self.make_schedule(optimizer, int(steps))
+        schedule = self.make_schedule(optimizer, self.trainer.max_steps)
         if isinstance(schedule, ReduceLROnPlateau):
             # never stepped by Lightning: on_validation_epoch_end does it, before the checkpoint of this step is written
             never = {"interval": "epoch", "frequency": sys.maxsize, "monitor": self.options.monitor}
@@ -420,7 +414,7 @@ class Sharded(ModelParallelStrategy):
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         assert self.model is not None
-        state = get_optimizer_state_dict(self.model, _plain(optimizer), options=_WHOLE)
+        state = get_optimizer_state_dict(self.model, _torch_optimizer(optimizer), options=_WHOLE)
         return by_number(state) if state else state  # empty except on rank 0
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -431,25 +425,25 @@ class Sharded(ModelParallelStrategy):
         load_whole(self.model, checkpoint["state_dict"])
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             if not state["state"]:  # SGD without momentum: set_optimizer_state_dict fails without tensors
-                for group, stored in zip(_plain(optimizer).param_groups, state["param_groups"], strict=True):
+                for group, stored in zip(_torch_optimizer(optimizer).param_groups, state["param_groups"], strict=True):
                     group.update({name: value for name, value in stored.items() if name != "params"})
                 continue
-            names: Any = get_optimizer_state_dict(self.model, _plain(optimizer), options=whole)["param_groups"]
-            set_optimizer_state_dict(self.model, _plain(optimizer), by_name(state, names), options=whole)
+            names: Any = get_optimizer_state_dict(self.model, _torch_optimizer(optimizer), options=whole)["param_groups"]
+            set_optimizer_state_dict(self.model, _torch_optimizer(optimizer), by_name(state, names), options=whole)
         return checkpoint
 
 
 def by_number(state: Mapping[str, Any]) -> dict[str, Any]:
     """Convert an optimizer's state from parameter names to numbers, counted from 0 through the groups as in torch."""
-    return _renamed(state, {name: number for number, name in enumerate(_parameters(state["param_groups"]))})
+    return _renamed(state, {name: number for number, name in enumerate(_parameters_of(state["param_groups"]))})
 
 
 def by_name(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Convert an optimizer's state from numbers to the parameter names in ``groups``. The inverse of ``by_number``."""
-    return _renamed(state, dict(zip(_parameters(state["param_groups"]), _parameters(groups), strict=True)))
+    return _renamed(state, dict(zip(_parameters_of(state["param_groups"]), _parameters_of(groups), strict=True)))
 
 
-def _parameters(groups: Sequence[Mapping[str, Any]]) -> list[Any]:
+def _parameters_of(groups: Sequence[Mapping[str, Any]]) -> list[Any]:
     return [parameter for group in groups for parameter in group["params"]]
 
 
@@ -479,7 +473,7 @@ def keep_dtypes(
                 optimizer.state[parameter][name] = part_of(value.to(loaded.device), loaded)
 
 
-def _plain(optimizer: Any) -> torch.optim.Optimizer:
+def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 

@@ -506,9 +506,8 @@ def network_of(part: Part, data: DataModule | None = None) -> nn.Module:
     elif data is not None:
         offered = {**decided_fields(data.task), "task": data.task.kind, "tokenizer": data.task.tokenizer}
     model = part.build(**offered)
-    require(
-        isinstance(model, nn.Module), f"model._target_={part.name} must return a torch.nn.Module, got {type(model).__name__}"
-    )
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model._target_={part.name} must return a torch.nn.Module, got {type(model).__name__}")
     return model
 
 
@@ -557,7 +556,8 @@ def _check_kind(model: TransformerConfig, task: Task, fields: Mapping[str, Any])
     kinds = [kind for kind in _MODELS_OF[task.kind] if (kind[0] == "vision") == ("image_size" in fields)]
     pair = model.architecture, model.head
     actual, *possible = (f"model.architecture={kind} with model.head={head}" for kind, head in (pair, *kinds))
-    require(pair in kinds, f"{actual} does not fit {task.name}: it needs {' or '.join(possible)}")
+    if pair not in kinds:
+        raise ConfigError(f"{actual} does not fit {task.name}: it needs {' or '.join(possible)}")
 
 
 PURE = ("64-true", "bf16-true")

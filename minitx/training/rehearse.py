@@ -47,7 +47,7 @@ NOISE = 0.02
 ROWS = 16
 """The two rows are chosen from this number of training rows."""
 
-LARGE = 50_000_000
+SHAPES_ONLY_ABOVE = 50_000_000
 """Number of bytes of weights above which a checkpoint of the rehearsal stores only shapes."""
 
 KNOWN = ("lightning.", "minitx.")
@@ -69,7 +69,7 @@ def rehearse(run: Any) -> None:
     module, options = run.module, run.module.options
     two, device = TwoRows(run.rows.first_rows(ROWS)), device_of(options.accelerator)
     with as_before(module, device), blaming(module, run.callbacks):
-        compare(module, two.batch, device)
+        compare_rows(module, two.batch, device)
         with tempfile.TemporaryDirectory() as folder:
             _fit_and_load(shortened(run, two), Path(folder))
 
@@ -79,7 +79,7 @@ def _fit_and_load(run: Any, folder: Path) -> None:
     network = run.module.network
     size = sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
     try:
-        run.fit(folder, checkpoints=ShapesOnly() if size > LARGE else None)
+        run.fit(folder, checkpoints=ShapesOnly() if size > SHAPES_ONLY_ABOVE else None)
     except NonFiniteError:
         return  # the run itself reports it, or records it with on_nonfinite=record
     if run.module.options.ckpt_every:
@@ -133,7 +133,7 @@ class TwoRows(Split):
 # --- two rows in one batch and in two
 
 
-def compare(module: TrainingModule, batch: Batch, device: torch.device) -> None:
+def compare_rows(module: TrainingModule, batch: Batch, device: torch.device) -> None:
     """Check that the results of two rows in one batch are the sums over the single rows. Noise is added to the weights.
 
     Raises:
@@ -143,7 +143,7 @@ def compare(module: TrainingModule, batch: Batch, device: torch.device) -> None:
     batch = {name: value.to(device) for name, value in batch.items()}
     rows = [select_rows(batch, [row]) for row in range(len(batch["labels"]))]
     with evaluating(network), torch.enable_grad(), _with_noise(network):
-        together, again, apart = (_sums(module, batches) for batches in ([batch], [batch], rows))
+        together, again, apart = (_sums_over(module, batches) for batches in ([batch], [batch], rows))
     for name, value in together.items():
         sum_apart, is_random = apart[name], not math.isclose(value, again[name], rel_tol=1e-3, abs_tol=1e-12)
         if not math.isfinite(value) or is_random:
@@ -155,7 +155,7 @@ def compare(module: TrainingModule, batch: Batch, device: torch.device) -> None:
             )
 
 
-def _sums(module: TrainingModule, batches: Iterable[Batch]) -> dict[str, float]:
+def _sums_over(module: TrainingModule, batches: Iterable[Batch]) -> dict[str, float]:
     """Return the sums of the objective over batches, and the norm of the gradient."""
     weights = [weight for weight in module.network.parameters() if weight.requires_grad]
     module.network.zero_grad(set_to_none=True)
@@ -231,12 +231,12 @@ def shortened(run: Any, two: TwoRows) -> Any:
     )
 
 
-LONGEST = {"every": 1, "weights_every": 1, "max_new_tokens": 4}
+SHORT = {"every": 1, "weights_every": 1, "max_new_tokens": 4}
 """The largest values of some arguments of callbacks in a rehearsal."""
 
 
 def known_callbacks(parts: Mapping[str, Part | None]) -> dict[str, Part]:
-    """Return the callbacks of Lightning and minitx that write only to the run's folder, with the values of ``LONGEST``.
+    """Return the callbacks of Lightning and minitx that write only to the run's folder, with the values of ``SHORT``.
 
     The user's callbacks may log any metric. If there are any, callbacks that monitor a metric are left out.
     """
@@ -250,7 +250,7 @@ def known_callbacks(parts: Mapping[str, Part | None]) -> dict[str, Part]:
         and part.get("dirpath") is None
         and not (has_own and part.get("monitor") is not None)
     }
-    limits = {name: {key: most for key, most in LONGEST.items() if (part.get(key) or 0) > most} for name, part in known.items()}
+    limits = {name: {key: most for key, most in SHORT.items() if (part.get(key) or 0) > most} for name, part in known.items()}
     return {name: part.with_(**limits[name]) if limits[name] else part for name, part in known.items()}
 
 

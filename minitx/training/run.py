@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from minitx.config import ConfigError, EvaluationConfig, Part, RunConfig, TrainerConfig, to_dict
+from minitx.config import ConfigError, EvaluationConfig, Part, RunConfig, to_dict
 from minitx.config.part import import_modules
 from minitx.config.schema import Count, first_line, read, require
 from minitx.config.training import LOADING
@@ -24,19 +24,19 @@ from minitx.data.datamodule import DataModule, in_steps, open_data
 from minitx.data.task import Task
 from minitx.training import rank
 from minitx.training.callbacks import Averages, BestCheckpoint, LastCheckpoint, StepLog, StopAt, check_whole_weights, early_end
-from minitx.training.checkpoints import check_free, check_resumed, load_start, start_from, stored_state, tokenizer_of
+from minitx.training.checkpoints import check_free, check_resumed, load_start, stored_state
 from minitx.training.devices import machine
 from minitx.training.loggers import (
-    Facts,
     describe_training,
     finish_wandb,
     run_folder,
+    send_facts,
     summarise,
     summary,
     wandb_id,
 )
 from minitx.training.module import NonFiniteError, TrainingModule, build_module
-from minitx.training.net import Net, build_network, lent
+from minitx.training.net import Net, build_network, decided_fields, lent
 from minitx.training.rehearse import is_rehearsed, rehearse
 from minitx.training.trainer import build_trainer, check_arguments, epoch_hooks, quiet_lightning
 
@@ -75,11 +75,12 @@ def train(
         StoppedError: on SIGINT or SIGTERM, after the checkpoint was written.
     """
     folder = Path(folder)
-    config = with_objects(config, model=model, data=data, objective=objective, batch_size=batch_size)
-    require(not config.trainer.plan, "trainer.plan=true describes a run and does not train: call show_plan(config)")
-    check_free(folder, config.ckpt_path)
+    config = with_objects(config, batch_size, model=model, data=data, objective=objective)
+    if config.trainer.plan:
+        raise ConfigError("trainer.plan=true describes a run and does not train: call show_plan(config)")
     if config.ckpt_path == "last":
         config = dataclasses.replace(config, ckpt_path=str(folder / "checkpoints" / "last.ckpt"))
+    check_free(folder, config.ckpt_path)
     with built(config) as run:
         if is_rehearsed(run.module.options, run.ckpt_path):
             rehearse(run)
@@ -137,6 +138,7 @@ class Run:
             log_on_rank_zero(summary(trainer, module, rows, self.description, folder, self.done))
             for line in epoch_hooks(callbacks):
                 log_on_rank_zero(line)
+            send_facts(trainer, self.state["config"], (files or {}).get("command.txt"))
             nonfinite_step = self._train(trainer)
             metrics = {} if nonfinite_step else dict(trainer.callback_metrics)
             if nonfinite_step is None and (self.evaluation.at_end or self.evaluation.test):
@@ -166,20 +168,18 @@ class Run:
 # --- from the config to the run
 
 
-def with_objects(config: RunConfig, *, model: Any, data: Any, objective: Any, batch_size: int) -> RunConfig:
-    """Check a config and objects, import the modules of the config, and return the config with the objects as parts."""
-    require(isinstance(config, RunConfig), f"config must be a RunConfig, got {config!r:.60}")
-    require(isinstance(model, nn.Module | None), f"model must be a torch.nn.Module, got {model!r:.60}")
-    batch_size = read(Count, batch_size, "batch_size")
+def with_objects(config: RunConfig, batch_size: int, **objects: Any) -> RunConfig:
+    """Check a config, import its modules, and return it with those of ``objects`` that are not None as parts."""
+    model = objects["model"]
+    if not isinstance(config, RunConfig):
+        raise ConfigError(f"config must be a RunConfig, got {config!r:.60}")
+    if not isinstance(model, nn.Module | None):
+        raise ConfigError(f"model must be a torch.nn.Module, got {model!r:.60}")
+    loading = {"data": {"batch_size": read(Count, batch_size, "batch_size")}}
     check_arguments(config.trainer.extra)
     import_modules(config.imports)
-    parts: dict[str, Any] = {}
-    if model is not None:
-        parts["model"] = Part.of_object(model, "model")
-    if data is not None:
-        parts["data"] = Part.of_object(data, "data", batch_size=batch_size)
-    if objective is not None:
-        parts["objective"] = Part.of_object(objective, "objective")
+    given = {name: value for name, value in objects.items() if value is not None}
+    parts: dict[str, Any] = {name: Part.of_object(value, name, **loading.get(name, {})) for name, value in given.items()}
     return dataclasses.replace(config, **parts)
 
 
@@ -192,11 +192,15 @@ def built(config: RunConfig) -> Iterator[Run]:
     """
     with quiet_lightning(), machine(config.trainer):
         config, rows, network = open_parts(config)
-        options, parts = config.trainer, (config.objective, config.optimizer, config.schedule)
+        options = config.trainer
+        parts = {name: getattr(config, name) for name in ("data", "objective", "optimizer", "schedule")}
         with lent(network, options.precision):
-            module = build_module(network, rows, *parts, options, config.seed)
-            check_demands(module.net, rows, options, config.evaluation, from_python=config.model.is_object)
-            state = stored_state(config, rows.task, module.net)
+            module = build_module(network, rows, config.objective, config.optimizer, config.schedule, options, config.seed)
+            net = module.net
+            check_evaluation(
+                config.evaluation, rows.task, net if options.strategy == "sharded" and config.model.is_object else None
+            )
+            state = stored_state(to_dict(config), net.node(config.model, decided_fields(rows.task)), rows.task)
             yield Run(
                 module=module,
                 rows=rows,
@@ -207,32 +211,33 @@ def built(config: RunConfig) -> Iterator[Run]:
                 description=describe_training(module, rows, config.optimizer, config.schedule),
                 state=state,
                 ckpt_path=config.ckpt_path,
-                done=check_resumed(config, state),
+                done=check_resumed(config.ckpt_path, parts, state),
             )
 
 
 def open_parts(config: RunConfig) -> tuple[RunConfig, DataModule, nn.Module]:
     """Return the config with epochs converted to steps, the data, and the network with the weights of ``init_from``."""
     start = load_start(config.init_from)  # for the tokenizer and the weights; freed when this function returns
-    tokenizer = tokenizer_of(config.init_from, start, config.data)
+    tokenizer = None if start is None else start.tokenizer_for(config.data)
     rows = open_data(config.data, config.trainer, seed=config.seed, tokenizer=tokenizer)
-    config = dataclasses.replace(config, trainer=in_steps(config.trainer, rows))
     network = build_network(config.model, rows, config.trainer.precision)
-    return config, rows, start_from(config.init_from, start, network)
+    if start is not None:
+        start.load_into(network)
+    return dataclasses.replace(config, trainer=in_steps(config.trainer, rows)), rows, network
 
 
-def check_demands(
-    net: Net, rows: DataModule, options: TrainerConfig, evaluation: EvaluationConfig, *, from_python: bool = False
-) -> None:
-    """Check that data and network support the options.
+def check_evaluation(evaluation: EvaluationConfig, task: Task, rebuilt: Net | None = None) -> None:
+    """Check that the evaluation after training is possible.
+
+    Args:
+        rebuilt: the network, if it is sharded and was passed from Python. The evaluation must rebuild it.
 
     Raises:
-        ConfigError: the data has no test split; or with ``trainer.strategy=sharded``, the layers of the network are unknown, or
-            the evaluation would have to rebuild a network that was passed from Python.
+        ConfigError: the data has no test split, or the network cannot be rebuilt.
     """
-    if evaluation.test is not None and rows.task.test is None:
+    if evaluation.test is not None and task.test is None:
         raise ConfigError(f"evaluation.test={evaluation.test}: the data has no test split")
-    if options.strategy == "sharded" and evaluation.at_end and from_python and net.stored_node is None:
+    if evaluation.at_end and rebuilt is not None and rebuilt.stored_node is None:
         raise ConfigError("evaluation.at_end with trainer.strategy=sharded needs a model that the config can rebuild")
 
 
@@ -269,7 +274,7 @@ def build_callbacks(run: Run, folder: Path) -> list[L.Callback]:
         callbacks.append(StopAt(**to_dict(options.stop_at)))
     if options.ckpt_every:
         callbacks.append(BestCheckpoint(folder / "checkpoints", options.monitor, options.monitor_mode))
-    return [*callbacks, Facts(run.state["config"], folder), *parts.values(), last]
+    return [*callbacks, *parts.values(), last]
 
 
 def log_on_rank_zero(text: str) -> None:

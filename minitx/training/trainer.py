@@ -27,7 +27,7 @@ from minitx.config.part import parameter_names
 from minitx.config.schema import defaults, first_line, require
 from minitx.config.training import REPLACED
 from minitx.training.devices import cpu_precision, device_of
-from minitx.training.metrics_csv import COLUMNS, MetricsFile
+from minitx.training.metrics_csv import MetricsFile
 from minitx.training.module import AtomicCheckpointIO, Sharded
 
 
@@ -63,7 +63,7 @@ def build_trainer(
         "log_every_n_steps": 1,
         "deterministic": options.deterministic or None,  # False would override torch.use_deterministic_algorithms
         "use_distributed_sampler": False,
-        "logger": [MetricsFile(folder / "metrics.csv", done, COLUMNS), *loggers],
+        "logger": [MetricsFile(folder / "metrics.csv", done), *loggers],
         "callbacks": list(callbacks),
         "enable_progress_bar": any(isinstance(callback, L.callbacks.ProgressBar) for callback in callbacks),
         "enable_model_summary": False,

@@ -14,7 +14,7 @@ from minitx.config import ConfigError, RunConfig
 from minitx.training.checkpoints import read_checkpoint
 from minitx.training.metrics_csv import OF_THE_MACHINE, read_metrics
 from minitx.training.module import TrainingModule
-from minitx.training.rehearse import ShapesOnly, TwoRows, compare, known_callbacks
+from minitx.training.rehearse import ShapesOnly, TwoRows, compare_rows, known_callbacks
 from minitx.training.run import train
 from tests.training.wrong_runs import RIGHT, SGD, VECTORS, WRONG, Own
 
@@ -134,7 +134,7 @@ def test_a_large_checkpoint_of_the_rehearsal_has_shapes_alone(tmp_path, monkeypa
             super().save_checkpoint(checkpoint, path, storage_options)
             self.sizes.append(os.path.getsize(path))
 
-    monkeypatch.setattr("minitx.training.rehearse.LARGE", 1000)
+    monkeypatch.setattr("minitx.training.rehearse.SHAPES_ONLY_ABOVE", 1000)
     monkeypatch.setattr("minitx.training.rehearse.ShapesOnly", Watched)
     Own(VECTORS, lambda: nn.Sequential(nn.Linear(3, 40_000), nn.Linear(40_000, 2)), more={"optimizer": {**SGD, "lr": 1e-6}})(
         tmp_path / "run"
@@ -195,10 +195,10 @@ def test_an_objective_that_does_not_add_up_over_rows_is_refused_even_if_its_loss
     module = TrainingModule(Halves(start), {**SUMS, **OTHERS}[name], None, None)
     weight = module.network.weight.detach().clone()
     if name in SUMS:
-        compare(module, TwoRows(batch).batch, torch.device("cpu"))
+        compare_rows(module, TwoRows(batch).batch, torch.device("cpu"))
     else:
         with pytest.raises(ConfigError, match="must return sums"):
-            compare(module, TwoRows(batch).batch, torch.device("cpu"))
+            compare_rows(module, TwoRows(batch).batch, torch.device("cpu"))
     assert torch.equal(module.network.weight, weight)
 
 

@@ -129,7 +129,8 @@ def test_a_run_that_goes_on_with_another_objective_says_so(make_config, tmp_path
     ):
         caplog.clear()
         changed = dataclasses.replace(then, objective=objective)
-        check_resumed(changed, {**state, "config": to_dict(changed)})
+        parts = {name: getattr(changed, name) for name in ("data", "objective", "optimizer", "schedule")}
+        check_resumed(changed.ckpt_path, parts, {**state, "config": to_dict(changed)})
         assert ("resumes with another objective" in caplog.text) == bool(change) and change in caplog.text
 
 

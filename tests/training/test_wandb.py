@@ -17,20 +17,22 @@ from minitx.training.loggers import finish_wandb, git_commit, wandb_id
 PROGRAM = """
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from lightning.pytorch.loggers import WandbLogger
 from minitx.cli.compose import compose_config
 from extra import QUIET, AddLoggers, train_with
 from minitx.analysis.wandb_files import WandbFiles
-from minitx.training.loggers import Facts, finish_wandb
+from minitx.training.loggers import finish_wandb, send_facts
 
 folder = Path("run")
 words = "data=text data.path=text.txt data.batch_size=12 data.context_len=7 model.embed_dim=8 model.num_heads=2 model.num_layers=1"
 words += " trainer.max_steps=4 trainer.val_every=2 trainer.val_batches=2 callbacks.probe.every=2 callbacks.probe.weights_every=4"
 config = compose_config([*words.split(), *QUIET, "callbacks.probe.batch_size=3", "callbacks.probe.weights_rows=2"])
 logger = WandbLogger(save_dir="run", project="minitx", offline=True)
-extras = Facts({"model": {"width": 7919}}, folder), WandbFiles(folder=folder, viewer=True, checkpoint="best")
+files = WandbFiles(folder=folder, viewer=True, checkpoint="best")
 with finish_wandb():
-    train_with(config, folder, AddLoggers(logger), *extras, files={"command.txt": "python scripts/train.py seed=104729"})
+    send_facts(SimpleNamespace(loggers=[logger]), {"model": {"width": 7919}}, "python scripts/train.py seed=104729")
+    train_with(config, folder, AddLoggers(logger), files)
 assert "wandb" in sys.modules and sys.modules["wandb"].run is None
 """
 
