@@ -10,17 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from minitx.config.part import FROM_THE_RUN, Part, Takes
 from minitx.config.scale_words import evaluate_factor
-from minitx.config.schema import (
-    Config,
-    ConfigError,
-    Count,
-    Finite,
-    Natural,
-    Positive,
-    needs,
-    require,
-    shown,
-)
+from minitx.config.schema import Config, ConfigError, Count, Finite, Natural, Positive, needs, require, shown
 
 IGNORED = -100
 """The label of positions that the loss and the metrics ignore."""
@@ -45,7 +35,6 @@ NODES = {
 
 LOADING = {"batch_size": (Count, 32), "num_workers": (Natural, 0)}
 """Keys of ``data`` that every data set has, with hint and default. The trainer reads them."""
-
 
 REPLACED = {
     "accumulate_grad_batches": "trainer.accumulate",
@@ -141,8 +130,8 @@ class WindowConfig(Config):
     window: Count = 16
 
     def check(self) -> None:
-        fits = self.metric != "train_accuracy" or 0 < self.value <= 1
-        require(fits, f"value={self.value:g} must lie in (0, 1], because metric=train_accuracy is a share")
+        if self.metric == "train_accuracy" and not 0 < self.value <= 1:
+            raise ConfigError(f"value={self.value:g} must lie in (0, 1], because metric=train_accuracy is a share")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -363,11 +352,11 @@ class RunConfig(Config):
             path = getattr(self, name)
             require(path != "", f"{name}= must name a {'file' if name == 'ckpt_path' else 'folder'}, or be null")
             object.__setattr__(self, name, path and os.path.expanduser(path))
-        resumed = self.trainer.plan and self.ckpt_path is not None
-        require(not resumed, "trainer.plan=true describes a new run, but ckpt_path resumes one: remove one of them")
+        if self.trainer.plan and self.ckpt_path is not None:
+            raise ConfigError("trainer.plan=true describes a new run, but ckpt_path resumes one: remove one of them")
         if self.experiment == "finetune" and self.init_from.path is None and self.model.name == MODEL:
             raise ConfigError(
                 "experiment=finetune needs a trained model: set init_from.path=FOLDER, or model=hf model.path=FOLDER"
             )
-        best = self.evaluation.test == "best" and not self.trainer.ckpt_every
-        require(not best, "evaluation.test=best needs best.ckpt, but trainer.ckpt_every=0 writes none")
+        if self.evaluation.test == "best" and not self.trainer.ckpt_every:
+            raise ConfigError("evaluation.test=best needs best.ckpt, but trainer.ckpt_every=0 writes none")
