@@ -205,12 +205,10 @@ class Part(Readable):
 
     def _values(self) -> dict[str, Any]:
         """The values that the config sets, by key."""
-        fields = (
-            {}
-            if self.fields is None
-            else {entry.name: getattr(self.fields, entry.name) for entry in dataclasses.fields(self.fields)}
-        )
-        return {**(fields or self.arguments), **self.run_values}
+        fields = self.fields
+        if fields is None:
+            return {**self.arguments, **self.run_values}
+        return {**{entry.name: getattr(fields, entry.name) for entry in dataclasses.fields(fields)}, **self.run_values}
 
     def plain(self) -> dict[str, Any]:
         """Return the node of this part as plain data, including the target's defaults."""
@@ -404,14 +402,6 @@ def plain_defaults(target: Any) -> dict[str, Any]:
         return {}
     of_run = {name for name, value in known if name in FROM_THE_RUN and not isinstance(value, str)}
     return {name: value for name, value in known if name not in of_run and value != "???" and _is_plain(value)}
-
-
-def unknown_keys(values: Mapping[str, Any], path: str) -> list[str]:
-    """Return the keys of a node that its target does not accept; [] if it accepts any key."""
-    target = find_target(str(values["_target_"]), path)
-    takes_any = any(param.kind is param.VAR_KEYWORD for param in _parameters(target))
-    known = {*(defaults(target) if _parameters(target) else ()), *KEYS_OF_NODES}
-    return [] if takes_any or not _parameters(target) else [name for name in values if name not in known]
 
 
 def differences(stored: Mapping[str, Any], now: Mapping[str, Any], path: str) -> list[str]:

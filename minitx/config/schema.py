@@ -205,9 +205,8 @@ def read_call(
     for name, param in named.items():
         known = offers is None or param.default is not param.empty or name in values or name in offers
         require(known, f"{path}{name} is missing")
-    names = sorted(
-        values, key=lambda name: _has_node(values[name])
-    )  # nodes last: they may import torch, and mistakes in plain values are reported sooner
+    # nodes last: they may import torch, and mistakes in plain values are reported sooner
+    names = sorted(values, key=lambda name: _has_node(values[name]))
     return {name: read(hints.get(name, Any), values[name], f"{path}{name}") for name in names}
 
 

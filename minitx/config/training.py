@@ -10,17 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from minitx.config.part import FROM_THE_RUN, Part, Takes
 from minitx.config.scale_words import evaluate_factor
-from minitx.config.schema import (
-    Config,
-    ConfigError,
-    Count,
-    Finite,
-    Natural,
-    Positive,
-    needs,
-    require,
-    shown,
-)
+from minitx.config.schema import Config, ConfigError, Count, Finite, Natural, Positive, needs, require, shown
 
 IGNORED = -100
 """The label of positions that the loss and the metrics ignore."""
@@ -45,7 +35,6 @@ NODES = {
 
 LOADING = {"batch_size": (Count, 32), "num_workers": (Natural, 0)}
 """Keys of ``data`` that every data set has, with hint and default. The trainer reads them."""
-
 
 REPLACED = {
     "accumulate_grad_batches": "trainer.accumulate",
@@ -141,8 +130,8 @@ class WindowConfig(Config):
     window: Count = 16
 
     def check(self) -> None:
-        fits = self.metric != "train_accuracy" or 0 < self.value <= 1
-        require(fits, f"value={self.value:g} must lie in (0, 1], because metric=train_accuracy is a share")
+        if self.metric == "train_accuracy" and not 0 < self.value <= 1:
+            raise ConfigError(f"value={self.value:g} must lie in (0, 1], because metric=train_accuracy is a share")
 
 
 @dataclass(frozen=True, kw_only=True)

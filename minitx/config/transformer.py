@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from minitx.config.part import Part, Takes
 from minitx.config.scale_words import Scale
-from minitx.config.schema import Config, Count, Finite, Natural, Positive, Share, needs, require
+from minitx.config.schema import Config, ConfigError, Count, Finite, Natural, Positive, Share, needs, require
 
 Core = Annotated[Part, Takes(offers=("head_dim", "num_heads", "max_len"), completes=False)]
 """An attention core: a function or class that returns a module."""
@@ -252,10 +252,17 @@ class TransformerConfig(Config):
         for (other, *values), limits in _LIMITS.items():
             kind = getattr(self, other)
             for name, (possible, why) in limits.items():
-                fits = kind not in values or getattr(self, name) in possible
-                require(fits, f"{name}={getattr(self, name)} is not supported with {other}={kind}: {why}")
-        divides = self.image_size is None or self.image_size % self.patch_size == 0
-        require(divides, f"image_size={self.image_size} is not divisible by patch_size={self.patch_size}")
+                if kind in values and getattr(self, name) not in possible:
+                    raise ConfigError(f"{name}={getattr(self, name)} is not supported with {other}={kind}: {why}")
+        if self.image_size is not None and self.image_size % self.patch_size:
+            raise ConfigError(f"image_size={self.image_size} is not divisible by patch_size={self.patch_size}")
+
+    def check_length(self, longest: int) -> None:
+        """Raise a ConfigError if the longest row of the data is longer than the table of learned positions."""
+        if self.position == "learned" and longest > self.max_len:
+            raise ConfigError(
+                f"model.max_len={self.max_len} is smaller than the longest row of the data, {longest} tokens: raise it or shorten the rows"
+            )
 
     def window_of(self, layer: int) -> int | None:
         """Return the window of block number ``layer``."""
@@ -290,14 +297,6 @@ class TransformerConfig(Config):
     def num_class_tokens(self) -> int:
         """The number of class tokens of an image: 1 or 0."""
         return int(self.pooling == "first" or self.head == "none")
-
-    def check_length(self, longest: int) -> None:
-        """Raise a ConfigError if the longest row of the data is longer than the table of learned positions."""
-        fits = self.position != "learned" or longest <= self.max_len
-        require(
-            fits,
-            f"model.max_len={self.max_len} is smaller than the longest row of the data, {longest} tokens: raise it or shorten the rows",
-        )
 
     @property
     def width_per_head(self) -> int:

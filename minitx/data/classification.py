@@ -68,15 +68,16 @@ def classify(
         return list(zip(*(texts_of(table, column, key) for key, column in columns.items()), strict=True))
 
     tables = load_tables(path, val_path, subset, split, val_split, texts=[*columns.values(), label_column])
-    read = [*map(texts, tables)]
-    labels, names = labels_of(
-        tables, label_column
-    )  # before the split: a small validation split may have only numbers as labels
+    texts_of_splits = [*map(texts, tables)]
+    # before the split: a small validation split may have only numbers as labels
+    labels, names = labels_of(tables, label_column)
     if len(tables) == 1:
-        rows_of = hold_out(read[0], val_fraction)
-        read, labels = [[read[0][i] for i in rows] for rows in rows_of], [labels[0][rows] for rows in rows_of]
+        (all_texts,), (all_labels,) = texts_of_splits, labels
+        splits = hold_out(all_texts, val_fraction)
+        texts_of_splits = [[all_texts[i] for i in rows] for rows in splits]
+        labels = [all_labels[rows] for rows in splits]
     (train, blank), (val, blank_val) = (
-        _with_text(rows, of_rows, text_column, path) for rows, of_rows in zip(read, labels, strict=True)
+        _with_text(rows, of_rows, text_column, path) for rows, of_rows in zip(texts_of_splits, labels, strict=True)
     )
     made_by = find_or_train_tokenizer(tokenizer, bpe_vocab_size, (text for row in train[0] for text in row), ("pad", "cls"))
     marks = made_by.mark_ids

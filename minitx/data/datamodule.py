@@ -8,7 +8,7 @@ import math
 import torch
 from lightning.pytorch import LightningDataModule
 
-from minitx.config import Part, TrainerConfig
+from minitx.config import ConfigError, Part, TrainerConfig
 from minitx.config.schema import require
 from minitx.data.batches import AddressedLoader, Addresses, Source, TrainSource, ValSource
 from minitx.data.lightning_data import load_task
@@ -112,13 +112,14 @@ class DataModule(LightningDataModule):
         return world * math.ceil((self._val_batch_size or self.batch_size) / world)
 
     def check_batch(self) -> None:
-        """Raise a ConfigError if a training batch would contain a row twice. Evaluation does not need this check.
+        """Check that no training batch would contain a row twice. Evaluation does not need this check.
 
         Raises:
             ConfigError: fewer training rows than ``data.batch_size``.
         """
-        rows, size = len(self._train) if isinstance(self._train, Split) else self.batch_size, self.batch_size
-        require(rows >= size, f"{self.task.name} has {rows} training rows, fewer than data.batch_size={size}: lower it")
+        if isinstance(self._train, Split) and len(self._train) < self.batch_size:
+            rows, size = len(self._train), self.batch_size
+            raise ConfigError(f"{self.task.name} has {rows} training rows, fewer than data.batch_size={size}: lower it")
 
     def _place(self) -> tuple[int, int]:
         """The rank of this process, and the number of processes."""

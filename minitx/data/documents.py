@@ -209,11 +209,9 @@ def _tokenised(
     """
     known = find_tokenizer(tokenizer_name)
     word = fingerprint(known) if known else [tokenizer_name, bpe_vocab_size]
-    # a table in memory has no files, but a fingerprint
+    # datasets renames a file if its content changes; a table in memory has no files, but a fingerprint
     files = [(len(table), [file["filename"] for file in table.cache_files] or table._fingerprint) for table in tables]
-    key = json.dumps(
-        [CACHE_FORMAT, files, *splits, column, word, val_fraction]
-    )  # datasets renames a file if its content changes
+    key = json.dumps([CACHE_FORMAT, files, *splits, column, word, val_fraction])
     cache = f"hf-{hashlib.sha256(key.encode()).hexdigest()[:16]}.bin"
 
     def build(path: Path) -> dict[str, Any]:
@@ -422,9 +420,8 @@ def _stream(
     shards = [table.shard(num_shards=table.num_shards, index=index) for index in range(table.num_shards)]
     rows = ((index, row[column]) for index, shard in enumerate(shards) for row in shard)
     texts, held_out = list[str](), Counter[int]()
-    for index, text in (
-        ((0, row[column]) for row in val_table[0]) if val_table else rows
-    ):  # the rest of ``rows`` is for training
+    # without a validation table, the rest of ``rows`` is for training
+    for index, text in ((0, row[column]) for row in val_table[0]) if val_table else rows:
         held_out[index] += 1
         texts += not_blank([text], column)
         if len(texts) == val_rows:

@@ -31,7 +31,6 @@ VALIDATION_SEED = 20240229
 Draw = Callable[[int], np.random.Generator]
 """A function from i to the random generator of row i of a batch."""
 
-
 TASK_KINDS = ("language_model", "masked_lm", "seq2seq", "classify", "tag", "other")
 """The kinds of tasks. ``tag`` classifies every token, and ``other`` is any further task."""
 

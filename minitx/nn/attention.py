@@ -278,7 +278,7 @@ class MultiHeadAttention(nn.Module):
             raise ValueError("rotary positions are for self-attention: queries and keys need one position axis")
         key = query if key is None else key
         tensors = [("query", query, self.embed_dim)]
-        if key is not query or self.kdim != self.embed_dim:  # else the query was checked above
+        if key is not query or self.kdim != self.embed_dim:  # otherwise it is the query
             tensors.append(("key", key, self.kdim))
         if value is not None or self.vdim != self.kdim:
             tensors.append(("value", key if value is None else value, self.vdim))

@@ -184,8 +184,6 @@ def _head(config: TransformerConfig, length: int) -> float:
     if config.head == "lm":
         return 2.0 * length * E * ((config.vocab_size or 0) + E * config.head_transform)
     rows = length if config.head == "token" else 1
-    return (
-        2.0
-        * E
-        * (rows * (config.num_labels or 0) * (config.head != "none") + E * (config.has_pooler and config.head == "sequence"))
-    )
+    labels = 0 if config.head == "none" else config.num_labels or 0
+    pooler = E if config.has_pooler and config.head == "sequence" else 0
+    return 2.0 * E * (rows * labels + pooler)

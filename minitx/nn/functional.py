@@ -237,7 +237,7 @@ def make_call(
     return AttentionCall(
         *(query, key, value),
         mask=intersect(attn_mask, Causal() if is_causal else None),
-        attn_bias=None if attn_bias is None else as_bias(attn_bias) if isinstance(attn_bias, Bias) else attn_bias,
+        attn_bias=as_bias(attn_bias) if isinstance(attn_bias, Bias) else attn_bias,
         scale=max(query.shape[-1], 1) ** -0.5 if scale is None else float(scale),
         softcap=softcap,
         sinks=sinks,

@@ -146,8 +146,7 @@ class Mask(Rule):
             if kept_key == key:
                 return kept
         built = build(*arguments)
-        has_values = type(torch.empty(0)) is Tensor  # not so under a FakeTensorMode
-        if has_values:
+        if type(torch.empty(0)) is Tensor:  # under a FakeTensorMode, a result has no values
             memory.results[kind] = (key, built)
         return built
 
@@ -317,10 +316,10 @@ class PrefixLM(Mask):
     length: int | Tensor
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.length, int) and not isinstance(self.length, bool) and self.length >= 0
+        is_valid = isinstance(self.length, int) and not isinstance(self.length, bool) and self.length >= 0
         if isinstance(self.length, Tensor):
-            whole = not self.length.is_floating_point() and self.length.dtype != torch.bool
-        if not whole:
+            is_valid = not self.length.is_floating_point() and self.length.dtype != torch.bool
+        if not is_valid:
             raise ValueError(f"prefix length must be a non-negative integer or an integer tensor, got {self.length!r}")
 
     def visible(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:

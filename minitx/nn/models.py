@@ -88,7 +88,7 @@ class TransformerModel(nn.Module):
             names[id(parameter)].append(name)
         return [shared for shared in names.values() if len(shared) > 1]
 
-    # ``to_empty`` and ``load_state_dict`` of a module around this one call only the next two methods, and neither has a public name
+    # private methods, because they are all that torch calls here when a module around this one is moved or loaded
 
     def _apply(self, *args: Any, **options: Any) -> Any:
         """Keep parameters tied if torch makes a new parameter for each name, as ``to_empty`` does."""
@@ -168,7 +168,7 @@ class TransformerModel(nn.Module):
         self._check_ids(input_ids, position_ids, past, counted, name)
         if cache is not None:
             key_mask, document_ids = cache.join(input_ids, key_mask, document_ids, position_ids)  # (B, S)
-        key_mask, document_ids = _counted(key_mask), _counted(document_ids)
+        key_mask, document_ids = _with_version(key_mask), _with_version(document_ids)
         if cache is not None and mask is not None and not cache.keeps_all:
             raise ValueError("mask needs a cache that keeps all keys: use KVCache(capacity, num_layers)")
         masks = self._masks(as_mask(mask, "mask"), key_mask, document_ids, cache, L)
@@ -244,8 +244,8 @@ class TransformerModel(nn.Module):
             raise ValueError(f"{name} has {L} tokens per row{before}, but max_len={config.max_len} with position=learned")
 
 
-def _counted(tensor: Tensor | None) -> Tensor | None:
-    """Copy an inference tensor. torch counts changes of the copy, so a mask can remember results for all layers."""
+def _with_version(tensor: Tensor | None) -> Tensor | None:
+    """Copy an inference tensor. torch counts the changes of the copy, so that a mask can remember results for all layers."""
     if tensor is None or torch.compiler.is_compiling() or not tensor.is_inference():
         return tensor
     with torch.inference_mode(False):
