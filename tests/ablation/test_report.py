@@ -56,6 +56,14 @@ def page(written):
     return (written / "report.html").read_text(encoding="utf-8")
 
 
+@pytest.fixture(scope="module")
+def whole_report(whole, tmp_path_factory):
+    """The folder of the report of the whole fabricated grid."""
+    folder = tmp_path_factory.mktemp("whole")
+    write_report(whole, folder, meta=META)
+    return folder
+
+
 def test_the_page_loads_nothing_from_elsewhere(page):
     sources = re.findall(r'(?:src|href|action)\s*=\s*"([^"]*)"', page)
     assert sources and all(source.startswith(("data:image/png;base64,", "#")) for source in sources)
@@ -254,12 +262,11 @@ def test_a_broken_null_control_is_said_first():
     assert "null control failed" in sentences(made_up.of_the_scale("adamw", "null", truth=Truth(equal=False)))[0]
 
 
-def test_the_page_of_the_scale_shows_attention_curves_and_limits(whole, tmp_path):
-    write_report(whole, tmp_path, meta=META)
-    page = text_of((tmp_path / "report.html").read_text(encoding="utf-8"))
+def test_the_page_of_the_scale_shows_attention_curves_and_limits(whole_report):
+    page = text_of((whole_report / "report.html").read_text(encoding="utf-8"))
     assert "What the runs look like" in page and "Squares: the key that the model looked at when it had solved the task" in page
     assert "Exponents of the ratios" in page and "EQUAL" in page
-    assert {"attention.png", "curves_text.png", "scale.svg"} <= {path.name for path in (tmp_path / "figures").iterdir()}
+    assert {"attention.png", "curves_text.png", "scale.svg"} <= {path.name for path in (whole_report / "figures").iterdir()}
 
 
 @pytest.mark.parametrize(("studies", "twice"), [(("adamw",), False), (("recall",), False), (("recall", "adamw"), True)])
@@ -303,10 +310,11 @@ def check_chinese(page, *own):
         assert ours == theirs, pair
 
 
-def test_the_pages_are_in_chinese_with_the_same_numbers(page, whole, tmp_path):
+def test_the_pages_are_in_chinese_with_the_same_numbers(page, whole_report, tmp_path):
     check_chinese(page, "A demonstration.")
+    check_chinese((whole_report / "report.html").read_text(encoding="utf-8"))
     broken = made_up.of_the_scale("adamw", "null", seeds=4, truth=Truth(equal=False))
-    for findings in (whole, broken, made_up.findings("recall", truth=Truth(statuses={(None,) * 4: "missing"}))):
+    for findings in (broken, made_up.findings("recall", truth=Truth(statuses={(None,) * 4: "missing"}))):
         write_report(findings, tmp_path, meta=META)
         check_chinese((tmp_path / "report.html").read_text(encoding="utf-8"))
 
