@@ -183,14 +183,15 @@ class TrainingModule(L.LightningModule):
         """Return the objective's sums over a batch."""
         if not isinstance(self.objective, CrossEntropy) or self.objective.chunk_tokens is None:
             return checked_sums(self._sums_of(batch))
-        chunk_tokens, head, model = self.objective.chunk_tokens, self.net.head, self.net.config
+        head = self.net.head
         if head is None:
-            actual = self.net.kind
-            if model is not None:
-                keys = ("head", "head_transform", "logit_softcap")
-                actual = ", ".join(f"model.{key}={getattr(model, key)}" for key in keys)
+            values = [
+                f"model.{key}={getattr(self.net.config, key, None)}" for key in ("head", "head_transform", "logit_softcap")
+            ]
+            actual = ", ".join(values) if self.net.config is not None else self.net.kind
             raise ConfigError(
-                f"objective.chunk_tokens={chunk_tokens} needs model.head=lm with a single linear map, got {actual}: set it to null"
+                f"objective.chunk_tokens={self.objective.chunk_tokens} needs model.head=lm with a single linear map, got {actual}: "
+                "set it to null"
             )
         hidden = self._hidden_of(self.net.inputs(batch))
         weight, *bias = local_parts(list(head.parameters()))

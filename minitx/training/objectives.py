@@ -331,7 +331,7 @@ def sums_of_rows(objective: Objective, logits: Tensor, batch: Batch) -> Sums:
         return {**cross_entropy(logits, labels, by_row=True), "count": counts}
     else:
         rows = [slice(i, i + 1) for i in range(len(labels))]
-        parts = [validation_sums(checked_sums(objective(logits[i], select_rows(batch, i))), labels[i]) for i in rows]
+        parts = [validation_sums(checked_sums(objective(logits[row], select_rows(batch, row))), labels[row]) for row in rows]
     return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
 
 
