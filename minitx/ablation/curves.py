@@ -128,9 +128,8 @@ def draw_thresholds(ax: Axes, grid: AblationConfig, listed: Sequence[Contrast]) 
         predicted.append(median / f.predicted if f.predicted else math.nan)
         bounds.append(median / f.bound if f.bound else math.nan)
     for ys, look, width in ((predicted, "-", 1.2), (bounds, "--", 1.0)):
-        line = (
-            (xs, ys) if len(xs) > 1 else ([xs[0] * 2**way for way in (-0.25, 0.25)], ys * 2)
-        )  # a single level needs two points to show a line
+        # a single level needs two points to show a line
+        line = (xs, ys) if len(xs) > 1 else ([xs[0] * 2**way for way in (-0.25, 0.25)], ys * 2)
         ax.plot(*line, look, color=INK, linewidth=width)
     ax.set_xscale("log", base=2)
     log_ticks(ax)

@@ -269,13 +269,9 @@ def _progress_bar(runs: int) -> Any:
     """Return a progress bar with the estimated remaining time. Without a terminal, it writes lines to the log."""
     text = "{desc}{percentage:3.0f}%, {elapsed} passed, {remaining} left"
     file, pause = (sys.stdout, 0.5) if sys.stdout.isatty() else (_Lines(), 20.0)
-    options = {
-        "bar_format": text,
-        "file": file,
-        "mininterval": pause,
-        "miniters": 0,
-    }  # miniters, or tqdm's monitor thread repeats lines
-    return tqdm(total=runs, disable=not runs, smoothing=0.0, **options)
+    options = {"bar_format": text, "file": file, "mininterval": pause}
+    # without miniters, tqdm's monitor thread repeats lines
+    return tqdm(total=runs, disable=not runs, smoothing=0.0, miniters=0, **options)
 
 
 class _Lines(io.StringIO):

@@ -9,7 +9,7 @@ A record is one line of ``cells.jsonl``:
 ``start``       ``cell`` of the run from whose weights it started, or null
 ``status``      ``done``, ``failed``, or ``not run`` (left out by a rule of the grid), with its ``reason``
 ``seconds``     wall time
-``result``      the return value of ``minitx.ablation.measures.result_of`` if done, else null:
+``result``      the return value of ``minitx.ablation.measures.result_of`` if done (the next table), else null
 ==============  ==========================================================================================================
 
 ===================  =====================================================================================================
@@ -74,7 +74,6 @@ _CODE = (
     *(f"analysis/{name}.py" for name in _LOOKS),
 )
 _CONFIGS = ("callbacks", "data", "experiment", "model", "objective", "optimizer", "schedule", "trainer", "train.yaml")
-
 
 Record = dict[str, Any]
 
@@ -167,7 +166,8 @@ class Cell:
         """Return the description of the cell for ``cells.jsonl``, as plain data."""
         return {
             "cell": self.hash,
-            **{**vars(self.place), "factors": dict(self.place.factors)},
+            **vars(self.place),
+            "factors": dict(self.place.factors),
             "overrides": list(self.overrides),
             "command": command_of(self.words(grid)),
             "start": self.start.hash if self.start else None,

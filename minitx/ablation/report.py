@@ -207,9 +207,14 @@ def _comparison_sentence(grid: AblationConfig, f: Contrast) -> Text:
     message = "%(where)s. %(quantity)s, “%(second)s” against “%(first)s”: %(word)s, %(kind)s %(value)s %(range)s."
     return say(
         message,
-        **{"where": where, "quantity": capital(words(grid, f.endpoint.text)), "second": second, "first": first},
-        **{"word": say(f.word), "kind": say("ratio" if f.endpoint.is_ratio else "difference")},
-        **{"value": span_text(f.estimate), "range": range_text(f.interval, len(f.pairs))},
+        where=where,
+        quantity=capital(words(grid, f.endpoint.text)),
+        second=second,
+        first=first,
+        word=say(f.word),
+        kind=say("ratio" if f.endpoint.is_ratio else "difference"),
+        value=span_text(f.estimate),
+        range=range_text(f.interval, len(f.pairs)),
     )
 
 
@@ -228,10 +233,10 @@ def _limits(results: Sequence[Mapping[str, Any]]) -> list[Text]:
         message = "The models are small (up to %(parameters)s parameters) and the runs are short (up to %(steps)s steps)."
         limits.append(say(message, parameters=parameters, steps=steps))
     if any(searches):
-        again = (
+        message = (
             "In %(again)s of %(searches)s searches a rate above the first failure was stable again. The first failure counts."
         )
-        limits.append(say(again, again=sum(searches), searches=len(searches)))
+        limits.append(say(message, again=sum(searches), searches=len(searches)))
     return limits
 
 

@@ -387,9 +387,8 @@ def chosen_names(
     chosen: set[str] = set()
     for layer in [layers] if isinstance(layers, int | str) else layers:
         if isinstance(layer, str):
-            part = re.compile(
-                rf"(?<!\d){re.escape(layer)}(?!\d)" if layer[:1].isdigit() else rf"{re.escape(layer)}(?!\d)"
-            )  # 1 is not 10 or 11
+            begin = r"(?<!\d)" if layer[:1].isdigit() else ""
+            part = re.compile(rf"{begin}{re.escape(layer)}(?!\d)")  # 1 is not 10 or 11
             matching = [layer] if layer in names else [name for name in names if part.search(name)]
             if not matching:
                 raise ValueError(f"layers: {layer!r} is none of the {len(names)} layers {', '.join(names)}")

@@ -123,8 +123,7 @@ def make_subject(function: Any, device: torch.device | str, dtype: torch.dtype, 
     if not any(True for _ in signature.orders()):
         names = ", ".join(signature.names) or "none"
         raise ValueError(f"{kind} has no arguments that look like query, key and value, or x; its arguments: {names}")
-    has_matrices = isinstance(function, nn.Module) and any(p.ndim > 1 for p in function.parameters())
-    if has_matrices:
+    if isinstance(function, nn.Module) and any(p.ndim > 1 for p in function.parameters()):
         return AttentionLayer(function, dtype, device, seed)
     called = copied(function).eval() if isinstance(function, nn.Module) else function
     if next(signature.orders()).keys() == {"x"}:

@@ -132,9 +132,8 @@ def drawn(experiment: Experiment, sizes: HeadSizes = HeadSizes(), seed: int = 0)
         if experiment.mask:  # equal visible scores, because float32 cannot represent their differences
             query[..., :-1] = 0.0
         key[..., -1:] = torch.where(hidden, 0.0, experiment.low * D**0.5)
-    moved = (
-        torch.ones_like(hidden) if experiment.mask == "nothing" else hidden
-    )  # with "nothing", only the blind query is compared
+    # with "nothing", only the blind query is compared
+    moved = torch.ones_like(hidden) if experiment.mask == "nothing" else hidden
     value = value + experiment.hidden * torch.arange(1.0, S + 1)[:, None] * moved
     return Operands(query, key, value, allowed, experiment.is_causal)
 

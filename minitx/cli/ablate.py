@@ -117,12 +117,9 @@ def check_judged(grid: AblationConfig, chosen: Sequence[Cell]) -> None:
         writers = [node for node in parts if node is not None and node.name.endswith(".Measures")]
         written = {f"loss_at_{length}" for node in writers for length in node.get("lengths", ())}
         written |= {"attention_error", "attention_cost"} if any(node.get("attention") for node in writers) else set()
-        user_measures = [
-            measure for measure in study.measures if writers and not measure.startswith(("loss_at_", "attention_"))
-        ]
-        missing = [
-            measure for measure in study.measures if measure not in (*written, *user_measures)
-        ]  # see CONTRIBUTING.md for user measures
+        # other names are numbers that a user has added to ``Measures``, see CONTRIBUTING.md
+        written |= {name for name in study.measures if writers and not name.startswith(("loss_at_", "attention_"))}
+        missing = [name for name in study.measures if name not in written]
         require(
             not missing,
             f"{place}.measures={missing} are not measured: add a callback minitx.ablation.measures.Measures to the runs",
@@ -178,9 +175,8 @@ def run_cell(
         return outcome
     shutil.rmtree(place, ignore_errors=True)  # remains of a killed run
     config = compose_cell(words)
-    config = dataclasses.replace(
-        config, trainer=dataclasses.replace(config.trainer, rehearse=False)
-    )  # rehearsing every run of a grid would take too long
+    # rehearsing every run of a grid would take too long
+    config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, rehearse=False))
     trained = run_training(config, place, command_of(words))
     result = result_of(place, trained, cap)
     if keep_attention:

@@ -76,22 +76,21 @@ def for_cells(words: Iterable[str]) -> list[str]:
     return [word for word in words if not word.lstrip("+~").startswith(NOT_FOR_CELLS)]
 
 
-def build_config(composed: DictConfig, words: Sequence[str] = ()) -> RunConfig:
+def build_config(config: DictConfig, words: Sequence[str] = ()) -> RunConfig:
     """Return a composed config as dataclasses, with interpolations resolved and fields checked.
 
     Args:
-        words: the words that ``composed`` was composed from. With ``init_from``, typed fields of the model replace the fields
+        words: the words that ``config`` was composed from. With ``init_from``, typed fields of the model replace the fields
             in the file.
     """
     typed = by_key(words)
     with explaining(words):
-        import_modules(
-            OmegaConf.select(composed, "imports") or ()
-        )  # before values are resolved: a module may register a resolver
+        # before values are resolved, because a module may register a resolver
+        import_modules(OmegaConf.select(config, "imports") or ())
         try:
-            values = plain(composed)
+            values = plain(config)
         except InterpolationKeyError:  # the key may only exist as a default of its target
-            values = plain(_with_defaults(composed))
+            values = plain(_with_defaults(config))
     for name in ("experiment", "debug"):  # the effect of a file without the line in the message
         require(
             not isinstance(values.get(name), dict | list),
@@ -104,17 +103,17 @@ def build_config(composed: DictConfig, words: Sequence[str] = ()) -> RunConfig:
         )
     if (values.get("init_from") or {}).get("path") and values["model"].get("_target_") == MODEL:
         values["model"] = _as_stored(values, typed)
-    variables = _variables(composed, set(values) - set(defaults(RunConfig)))
+    variables = _variables(config, set(values) - set(defaults(RunConfig)))
     try:
-        config = from_dict(RunConfig, {name: value for name, value in values.items() if name not in variables})
+        run = from_dict(RunConfig, {name: value for name, value in values.items() if name not in variables})
     except ConfigError as error:
         raise ConfigError(f"{error}{_advice_on_a_file(str(error), typed)}") from error
-    return _with_fitting_warmup(config, typed)
+    return _with_fitting_warmup(run, typed)
 
 
-def _variables(composed: DictConfig, names: Iterable[str]) -> set[str]:
+def _variables(config: DictConfig, names: Iterable[str]) -> set[str]:
     """Return the keys that are not keys of a run: ``debug`` and ``ablation``, and the user's variables, which a value refers to."""
-    unresolved = json.dumps(OmegaConf.to_container(composed))
+    unresolved = json.dumps(OmegaConf.to_container(config))
     own = {name for name in names if re.search(rf"\$\{{{re.escape(name)}[.\[}}]", unresolved)}
     return {"debug", "ablation"} | own
 
@@ -180,9 +179,9 @@ def build_grid(config: DictConfig, words: Sequence[str]) -> AblationConfig | Non
     return grid
 
 
-def plain(composed: DictConfig) -> dict[str, Any]:
+def plain(config: DictConfig) -> dict[str, Any]:
     """Return a composed config, or one of its groups, as plain data with interpolations resolved."""
-    values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
 
@@ -247,9 +246,9 @@ def unlisted(words: Sequence[str]) -> list[str]:
     return [f"+{group}.{name}={json.dumps(value)}" for group, name, value in added if not isinstance(value, dict)]
 
 
-def _with_defaults(composed: DictConfig) -> DictConfig:
+def _with_defaults(config: DictConfig) -> DictConfig:
     """Return a config whose nodes have all keys. Interpolations are not resolved."""
-    values: Any = OmegaConf.to_container(composed)
+    values: Any = OmegaConf.to_container(config)
     return OmegaConf.create({name: _completed(node, name) if is_node(node) else node for name, node in values.items()})
 
 
@@ -345,8 +344,8 @@ def compose_program(cls: type[Options], words: Iterable[str]) -> Options:
         _outside_of_jobs(),
         hydra.initialize(None, version_base="1.3"),
     ):
-        composed: Any = OmegaConf.to_container(hydra.compose(cls.__name__, overrides=others), resolve=True)
-    values = {name: value for name, value in composed.items() if value != "???"} | texts
+        parsed: Any = OmegaConf.to_container(hydra.compose(cls.__name__, overrides=others), resolve=True)
+    values = {name: value for name, value in parsed.items() if value != "???"} | texts
     for name, value in values.items():
         if FilePath in kinds[name] and isinstance(value, str):
             values[name] = os.path.expanduser(value)

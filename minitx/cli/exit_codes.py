@@ -29,9 +29,8 @@ def exit_code(program: Callable[[], Any]) -> int:
     for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
         if getattr(sys, name) is None:  # closed by the parent process
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
-    if (
-        isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict"
-    ):  # a letter outside of the encoding must not raise an error
+    # a letter outside of the encoding must not raise an error
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
     code = _code_of(program)
     try:

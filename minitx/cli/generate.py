@@ -132,9 +132,8 @@ def _lines() -> Iterator[str]:
     if sys.stdin.isatty():
         sys.stderr.write("one prompt per line; Ctrl-D ends\n")
     if hasattr(sys.stdin, "reconfigure"):  # report a line that is not UTF-8 in the same way as an argument
-        sys.stdin.reconfigure(
-            encoding="utf-8-sig", errors="surrogateescape", newline=None
-        )  # newline=None: \r\n ends a line, too
+        # newline=None: \r\n ends a line, too
+        sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape", newline=None)
     for line in sys.stdin:
         yield line.removesuffix("\n")
 
@@ -147,9 +146,9 @@ def _options(config: GenerateConfig, model: nn.Module, tokenizer: Tokenizer) -> 
     stop = [id for id in (*eos_ids(model), getattr(tokenizer, "end_id", None)) if id is not None]
     if config.stop is not None:
         encode_text(tokenizer, config.stop, "stop")  # refuses unknown characters
-        stop = encoder_of_lines(tokenizer)([config.stop])[
-            0
-        ].tolist()  # as within a text, because tokenizers may add a space at the beginning
+        # as within a text, because tokenizers may add a space at the beginning
+        (ids,) = encoder_of_lines(tokenizer)([config.stop])
+        stop = ids.tolist()
         require(len(stop) == 1, f"stop={config.stop!r} must be the text of one token, but it has {len(stop)}")
     return {"max_new_tokens": config.max_new_tokens, "stop": stop}
 

@@ -189,10 +189,8 @@ class CommandLine:
         return f" (did you mean +{override.key_or_group}?)" if is_new else ""
 
     def _of_key(self, name: str) -> str:
-        for near in (
-            difflib.get_close_matches(name, self.first_names, n=1, cutoff=0.8) if "." not in name else ()
-        ):  # without importing torch
-            return f" (did you mean {near}?)"
+        if "." not in name and (near_first := difflib.get_close_matches(name, self.first_names, n=1, cutoff=0.8)):
+            return f" (did you mean {near_first[0]}?)"  # found without importing torch
         in_groups = [key for key in self.keys if key.rpartition(".")[2] == name]  # such as lr without its group
         near = f" (did you mean {in_groups[0]}?)" if len(in_groups) == 1 else nearest(name, self.keys)
         return near or "; --help shows the keys"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from minitx.analysis.answers import Asked, next_tokens
 from minitx.analysis.interventions import with_knock_outs
 from minitx.analysis.questions import questions_of, token_namer
-from minitx.analysis.recorder import Layers, attention_cores, chosen_modules
+from minitx.analysis.recorder import Layers, chosen_modules
 from minitx.analysis.snapshot import Snapshot, take_snapshot
 from minitx.cli.command_line import check_utf8, encode_text, refusing
 from minitx.config import ConfigError, TransformerConfig
@@ -26,6 +26,7 @@ from minitx.data.tokenizers import Tokenizer, fingerprint, token_texts
 from minitx.generation import beam_search, generate
 from minitx.interop import adopt_hf
 from minitx.interop.finetune import load_folder, quiet
+from minitx.nn.attention import attention_cores
 from minitx.training.checkpoints import Stored
 from minitx.training.net import Net, OfTransformers
 
@@ -209,10 +210,8 @@ def open_hf(path: str, name: str) -> tuple[Any, Any]:
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # transformers and tokenizers raise many types of error
             raise ConfigError(f"{key_and_path} has no tokenizer that transformers can read: {first_line(error)}") from error
-    files = {
-        "tokenizer.json",
-        *tokenizer.vocab_files_names.values(),
-    }  # without these files, transformers returns an empty tokenizer
+    # without these files, transformers returns an empty tokenizer
+    files = {"tokenizer.json", *tokenizer.vocab_files_names.values()}
     require(
         any((folder / file).is_file() for file in files), f"{key_and_path} has no tokenizer: none of {', '.join(sorted(files))}"
     )

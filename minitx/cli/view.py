@@ -218,9 +218,8 @@ def _model_traces(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[
 
     files = {name: [path] if config.model else _checkpoint_files(path) for name, path in paths.items()}
     steps = {} if config.model else _steps(files)
-    name, first = next(
-        (name, listed[-1]) for name, listed in files.items()
-    )  # the latest model determines the inputs and the answers
+    name, listed = next(iter(files.items()))
+    first = listed[-1]  # the latest model determines the inputs and the answers
     opened = {first: _open(config, name, first)}
     model, tokenizer, stored = opened[first]
     inputs, title = _inputs(config, model, tokenizer, stored)
@@ -304,13 +303,11 @@ def _short_quote(text: str) -> str:
 
 
 def _check_size(snapshot: Snapshot, count: int) -> None:
-    size = (
-        sum(int(layer.visible.sum()) for layer in snapshot.maps) * 8 // 3
-    )  # two bytes per weight; base64 has four letters for three bytes
+    num_weights = sum(int(layer.visible.sum()) for layer in snapshot.maps)
+    size = num_weights * 8 // 3  # two bytes per weight; base64 has four letters for three bytes
     if snapshot.answers is not None:
-        size += (
-            len(snapshot.answers.rows[0]) * sum(map(len, snapshot.answers.without.values())) * 80
-        )  # about 80 bytes per answer
+        num_answers = len(snapshot.answers.rows[0]) * sum(map(len, snapshot.answers.without.values()))
+        size += num_answers * 80  # about 80 bytes per answer
     size *= count
     require(
         size <= LARGEST_PAGE,

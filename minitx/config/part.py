@@ -343,7 +343,7 @@ def find_target(name: str, path: str) -> Any:
         return target
     except Exception as error:
         raise ConfigError(
-            f"{path}._target_={name} cannot be built: {reason(error)}{_similar(name)}{_place(name, error)}"
+            f"{path}._target_={name} cannot be built: {reason(error)}{_similar(name)}{_advice_on_module(name, error)}"
         ) from error
 
 
@@ -354,7 +354,7 @@ def _similar(name: str) -> str:
     return "" if last in known else nearest(last, known, f"{module}.")
 
 
-def _place(name: str, error: Exception) -> str:
+def _advice_on_module(name: str, error: Exception) -> str:
     """Return the advice for a target whose first module does not exist, as text for the message."""
     first, dot, _ = name.partition(".")
     if not isinstance(error, ModuleNotFoundError) or error.name != first:

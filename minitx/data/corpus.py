@@ -31,7 +31,7 @@ from minitx.config.schema import Count, Fraction, read, require
 from minitx.data.task import Batch, Draw, Split, Task, VocabSize, find_or_train_tokenizer, package
 from minitx.data.tokenizers import Tokenizer, find_tokenizer, fingerprint, require_marks, warn_of_unknown
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 MASKED_MARKS = ("pad", "mask")
 KJV_SHA256 = "f4219e1c1b6e44720c6f6928d57d26ad7d19f707757ded37726495cafad2b907"
@@ -527,7 +527,7 @@ def cached(cache_dir: str | Path | None, name: str, source: str, build: Callable
         if record["format"] == CACHE_FORMAT and record["tokens_sha256"] == sha256_of(path):
             tokens = (*token_arrays(path, record), Tokenizer.from_dict(record["tokenizer"]), record)
     if tokens is None:
-        logger.info("tokenising %s", source)
+        log.info("tokenising %s", source)
         record = build(path)
         with replacing(description) as file:
             file.write(json.dumps(record).encode())

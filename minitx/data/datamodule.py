@@ -67,7 +67,7 @@ class DataModule(LightningDataModule):
 
     def train_dataloader(self) -> AddressedLoader:
         """Return this rank's training batches, from the trainer's current optimizer step on (0 without a trainer)."""
-        rank, world = self._place()
+        rank, world = self._rank_and_world()
         step = min(self.trainer.global_step, self.max_steps) if self.trainer else 0
         addresses = Addresses(self.max_steps, step, self.accumulate, rank, self.repeat_first)
         return self._loader(self.train_source(world), addresses)
@@ -121,12 +121,12 @@ class DataModule(LightningDataModule):
             rows, size = len(self._train), self.batch_size
             raise ConfigError(f"{self.task.name} has {rows} training rows, fewer than data.batch_size={size}: lower it")
 
-    def _place(self) -> tuple[int, int]:
+    def _rank_and_world(self) -> tuple[int, int]:
         """The rank of this process, and the number of processes."""
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
 
     def _validation(self, split: Split) -> AddressedLoader:
-        rank, world = self._place()
+        rank, world = self._rank_and_world()
         source = ValSource(split, batch_size=self.val_batch_size(world), world=world)
         return self._loader(source, Addresses(len(source), rank=rank))
 

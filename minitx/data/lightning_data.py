@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from minitx.config import ConfigError, Part, TrainerConfig
 from minitx.config.schema import require
-from minitx.data.task import Batch, Draw, Split, Task, kept_generators, seed_device
+from minitx.data.task import Batch, Draw, Split, Task, kept_generators, rows_at, seed_device
 from minitx.data.tokenizers import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -82,10 +82,9 @@ class Collated(Split):
 
     def collate(self, items: np.ndarray, draw: Draw) -> Batch:
         """See ``Split``."""
-        at_once = getattr(self.rows, "__getitems__", None)
         with kept_generators(_CPU):
             seed_device(int(draw(0).integers(2**63)), _CPU)
-            batch = self.make(at_once(items.tolist()) if at_once else [self.rows[int(i)] for i in items])
+            batch = self.make(rows_at(self.rows, items))
         if isinstance(batch, tuple | list) and [isinstance(part, Tensor) for part in batch] == [True, True]:
             return {FIRST_INPUT: batch[0], "labels": batch[1]}
         what = f"a mapping with {', '.join(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"

@@ -258,8 +258,7 @@ class MapSplit(Split):
     def _read(self, items: np.ndarray, draw: Draw) -> list[Mapping[str, Any]]:
         if hasattr(self.rows, "row"):
             return [self.rows.row(int(i), draw(place)) for place, i in enumerate(items)]
-        at_once = getattr(self.rows, "__getitems__", None)  # torch's name for reading many rows; ``datasets`` has it
-        return at_once(items.tolist()) if at_once else [self.rows[int(i)] for i in items]
+        return rows_at(self.rows, items)
 
 
 def as_split(task: Task, name: str) -> Split:
@@ -272,6 +271,12 @@ def as_split(task: Task, name: str) -> Split:
     if not hasattr(data, "__len__") or not len(data) or isinstance(data, IterableDataset):
         raise ConfigError(f"{task.name}: {name} must have rows, len() and [i], got {type(data).__name__}")
     return data if isinstance(data, Split) else MapSplit(data, task)
+
+
+def rows_at(rows: Any, items: np.ndarray) -> list[Any]:
+    """Return these rows of a map-style data set, read together if it supports this."""
+    at_once = getattr(rows, "__getitems__", None)  # torch's name for reading many rows; ``datasets`` has it
+    return at_once(items.tolist()) if at_once else [rows[int(i)] for i in items]
 
 
 def num_targets(labels: Tensor) -> Tensor:

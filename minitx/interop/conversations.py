@@ -202,9 +202,8 @@ def chat(
     texts = (f"{message['role']}: {message.get('content', '')}\n" for chat in splits[0] for message in chat)
     made_by = find_or_train_tokenizer(tokenizer, bpe_vocab_size, chain([template or ""], texts), learned_marks(tokenizer))
     made_by = copy.copy(made_by)
-    made_by.chat_template = template = (
-        template or made_by.chat_template or TEMPLATE
-    )  # a checkpoint stores it with the tokenizer
+    template = template or made_by.chat_template or TEMPLATE
+    made_by.chat_template = template  # a checkpoint stores it with the tokenizer
     format, name = ChatFormat(template, made_by), f"data.path={path}"
     has_tools = any("tools" in table.column_names and any(table["tools"]) for table in tables)
     require(

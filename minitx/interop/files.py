@@ -185,9 +185,8 @@ def _write_tokenizer(folder: Path, loader: str, max_len: int | None, ids: Mappin
     options: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     options |= {} if max_len is None else {"model_max_length": max_len}
     options["model_input_names"] = ["input_ids", "attention_mask"]
-    options["padding_side"] = (
-        "left" if loader == "AutoModelForCausalLM" else "right"
-    )  # a causal model continues the last column
+    # a causal model continues the last column
+    options["padding_side"] = "left" if loader == "AutoModelForCausalLM" else "right"
     write_json(folder / "tokenizer_config.json", {**options, **tokens})
 
 

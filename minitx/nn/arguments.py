@@ -1,4 +1,4 @@
-"""The arguments of a module's ``forward``: the only reader of the signatures of models."""
+"""The arguments of a module's ``forward``. Only ``minitx.check``, which imports torch alone, reads them in its own way."""
 
 from __future__ import annotations
 
