@@ -173,6 +173,7 @@ def stored_state(config: RunConfig, task: Task, net: Net) -> dict[str, Any]:
         "config": to_dict(config),
         "model": net.node(config.model, decided_fields(task)),
         "tokenizer": tokenizer.to_dict() if isinstance(tokenizer, Tokenizer) else None,
+        "first_id": task.first_id,
         "labels": list(task.label_names),
         "format": FORMAT,
     }
