@@ -95,7 +95,8 @@ def _generate(config: GenerateConfig) -> None:
             "train with data=text, or with Task(tokenizer=...)"
         )
     model = place(stored.net.writer(tokenizer.vocab_size, stored.path), config.device)
-    bos_id = shape.bos_id if shape is not None and kind == "decoder" else None  # the token at the beginning of texts
+    first_id = stored.state.get("first_id")
+    bos_id = shape.bos_id if shape is not None and kind == "decoder" else None  # for an empty prompt
     context = stored.net.context_of(stored.nodes["data"]) if config.context is None else config.context
     # a user's model reads the whole text for each token
     options = {**_options(config, model, tokenizer), "context": context, "use_cache": shape is not None}
@@ -110,8 +111,12 @@ def _generate(config: GenerateConfig) -> None:
         sys.stderr.write("prompts are user messages in the chat template of the checkpoint; template=false ignores it\n")
 
     def answer(prompt: str) -> None:
-        require(bool(prompt) or bos_id is not None, "prompt is empty: the model needs at least one character")
-        ids: list[Any] = encode_text(tokenizer, prompt, "prompt") or [bos_id]
+        require(
+            bool(prompt) or first_id is not None or bos_id is not None,
+            "prompt is empty: the model needs at least one character",
+        )
+        ids: list[Any] = encode_text(tokenizer, prompt, "prompt")
+        ids = [first_id, *ids] if first_id is not None else ids or [bos_id]
         stop = options["stop"]
         if chat is not None:
             with refusing_template():
@@ -143,7 +148,7 @@ def _options(config: GenerateConfig, model: nn.Module, tokenizer: Tokenizer) -> 
     from minitx.data.corpus import encoder_of_lines
     from minitx.generation.decoding import eos_ids
 
-    stop = [id for id in (*eos_ids(model), getattr(tokenizer, "end_id", None)) if id is not None]
+    stop = [id for id in (*eos_ids(model), tokenizer.mark_ids.get("eos")) if id is not None]
     if config.stop is not None:
         encode_text(tokenizer, config.stop, "stop")  # refuses unknown characters
         # as within a text, because tokenizers may add a space at the beginning

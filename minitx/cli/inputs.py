@@ -103,12 +103,19 @@ def row_inputs(task: Task, row: int) -> RowInputs:
 
 
 def text_inputs(
-    model: nn.Module, tokenizer: Tokenizer | None, text: str, name: str, target: str | None, **options: Any
+    model: nn.Module,
+    tokenizer: Tokenizer | None,
+    text: str,
+    name: str,
+    target: str | None,
+    first_id: int | None = None,
+    **options: Any,
 ) -> RowInputs:
     """Return the inputs for ``text``, the value of the key ``name``, encoded as in training.
 
     Args:
         target: the target text of an encoder–decoder; None: the model's own answer.
+        first_id: the token that began every text in training, or None.
         options: options of ``_own_answer``.
 
     Raises:
@@ -119,7 +126,8 @@ def text_inputs(
     if tokenizer is None:
         return _id_inputs(config, text)
     marks = tokenizer.mark_ids
-    before = [marks["cls"]] if config.head == "sequence" and "cls" in marks else []  # the class token
+    before = [] if first_id is None else [first_id]
+    before += [marks["cls"]] if config.head == "sequence" and "cls" in marks else []  # the class token
     rows = {SOURCE: before + encode_text(tokenizer, text, name)}
     _check_ids(rows[SOURCE], name, config.max_len)
     if config.architecture == "encoder_decoder":

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -281,7 +282,7 @@ def _inputs(config: ViewConfig, model: Any, tokenizer: Any, stored: Stored | Non
     if is_pair and config.compare_text is not None and config.target is None:
         raise ConfigError("compare_text needs target=TEXT: the model reads both texts with the same target")
     if config.text is not None:
-        read = hf_inputs if stored is None else text_inputs
+        read: Any = hf_inputs if stored is None else partial(text_inputs, first_id=stored.state.get("first_id"))
         answering = {"num_beams": config.num_beams, "max_new_tokens": config.max_new_tokens}
         texts = {name: text for name in ("text", "compare_text") if (text := getattr(config, name)) is not None}
         inputs = [read(model, tokenizer, text, name, config.target, **answering) for name, text in texts.items()]

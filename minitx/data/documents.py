@@ -11,7 +11,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -161,9 +161,10 @@ def hf(
     else:
         (first, documents), made_by, counted, left_out = _tokenised(*arguments, val_fraction, cache_dir, split, val_split)
         train = DocumentRows(first, **options)
-    val, end = DocumentRows(documents, **options), int(with_marks(made_by, [""])[0][-1])
+    val, (first_id, *_, end) = DocumentRows(documents, **options), with_marks(made_by, [""])[0].tolist()
     bits = bits_per(int(val.lengths.sum()), counted)
-    return task_of(name, train, val, made_by, [end], bucket and not streaming, bits, left_out=left_out)
+    task = task_of(name, train, val, made_by, [end], bucket and not streaming, bits, left_out=left_out)
+    return replace(task, first_id=first_id)
 
 
 def task_of(
@@ -208,7 +209,7 @@ def _tokenised(
     They come from the cache if there is one.
     """
     known = find_tokenizer(tokenizer_name)
-    word = fingerprint(known) if known else [tokenizer_name, bpe_vocab_size]
+    word = [fingerprint(known), known.mark_ids] if known else [tokenizer_name, bpe_vocab_size]
     # datasets renames a file if its content changes; a table in memory has no files, but a fingerprint
     files = [(len(table), [file["filename"] for file in table.cache_files] or table._fingerprint) for table in tables]
     key = json.dumps([CACHE_FORMAT, files, *splits, column, word, val_fraction])

@@ -23,6 +23,7 @@ from minitx.config.schema import Bound, Fraction, check_choice, read, require
 from minitx.data.tokenizers import Tokenizer, find_tokenizer, token_texts, train_tokenizer
 
 Batch = dict[str, Tensor]
+_CPU = torch.device("cpu")
 VocabSize = Annotated[int, Bound("be at least 257: the bytes and a mark", lambda size: size > 256)]
 
 VALIDATION_SEED = 20240229
@@ -63,8 +64,8 @@ class Task:
     arrays, numbers or lists of numbers. It must contain ``labels``, with −100 at positions that do not count; bools in a
     list of labels become 0 and 1. A split may also have:
 
-    * ``row(i, generator)``, used instead of ``[i]`` for rows with random draws. ``generator`` is a ``numpy.random.Generator``
-      that depends on (seed, step, row), or in validation only on the row.
+    * ``row(i, generator)``, used instead of ``[i]``, with a ``numpy.random.Generator`` for random draws. Draws from it, and draws of
+      ``[i]`` from the generators of Python, NumPy and torch, depend on (seed, step, row), or in validation only on the row.
     * ``num_targets(i)``, the number of labels that count in row i. Without it, all labels of a step are read to count them.
     * ``lengths`` (N,): ``bucket`` sorts by it. Without it, every row is read once to measure the keys of ``key_masks``.
 
@@ -83,8 +84,9 @@ class Task:
         bucket: put rows of similar length into the same batch.
         longest: the number of tokens of the longest row. A model with learned positions needs at least this many. ``None``: unknown.
         tokenizer: the tokenizer of the texts.
-        encode_prompt: a function from a user's text to the ids before the answer, or None: ``tokenizer.encode``. A chat puts the
-            text into its template.
+        first_id: the token that begins every text in training, and therefore a prompt. None: no token.
+        encode_prompt: a function from a user's text to the ids before the answer, or None: ``first_id`` and ``tokenizer.encode``. A
+            chat puts the text into its template.
         model_fields: fields of the model's config that the data decide (``vocab_size``, ``num_labels``, ``pad_id`` ...).
         left_out: for each split, sentences about rows that were left out or cut, with their number and the reason. A run shows them
             before the first step, an evaluation after its metrics.
@@ -119,6 +121,7 @@ class Task:
     bucket: bool = False
     longest: int | None = None
     tokenizer: Tokenizer | None = None
+    first_id: int | None = None
     encode_prompt: Callable[[str], list[int]] | None = None
     model_fields: Mapping[str, Any] = field(default_factory=dict)
     left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -258,7 +261,14 @@ class MapSplit(Split):
     def _read(self, items: np.ndarray, draw: Draw) -> list[Mapping[str, Any]]:
         if hasattr(self.rows, "row"):
             return [self.rows.row(int(i), draw(place)) for place, i in enumerate(items)]
-        return rows_at(self.rows, items)
+        if isinstance(self.rows, list):
+            return [self.rows[i] for i in items]
+        rows = []
+        with kept_generators(_CPU):
+            for place, i in enumerate(items):  # not ``__getitems__``: a row's draws must not depend on the rows before it
+                seed_device(int(draw(place).integers(2**63)), _CPU)
+                rows.append(self.rows[int(i)])
+        return rows
 
 
 def as_split(task: Task, name: str) -> Split:

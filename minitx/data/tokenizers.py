@@ -28,7 +28,8 @@ END_OF_TEXT = "<|endoftext|>"
 REPLACEMENT = "\ufffd"
 UNKNOWN_TOKEN = "<unk>"
 LONGEST_WORD = 100_000
-# the first name is ours; the others are common in published models
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+# for marks that a tokenizer's folder does not name. The first name is ours; the others are common in published models
 NAMES_OF_MARKS = {
     "pad": ("<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>"),
     "bos": ("<bos>", "<s>", "<|begin_of_text|>"),
@@ -48,18 +49,17 @@ class Tokenizer:
     Args:
         serialized: the content of a ``tokenizer.json`` with any model.
         chat_template: a chat template, or None.
-        special_tokens: the texts of special tokens by role, such as ``pad_token``.
+        special_tokens: the texts of special tokens by role, such as ``pad_token``. They are the marks; other marks are found by name.
 
     Raises:
         ValueError: ``tokenizers`` cannot read ``serialized``.
 
     Attributes:
         vocab_size: V, the largest id plus one.
-        mark_ids: the ids of the marks that this tokenizer has.
-        end_id: the id of ``<|endoftext|>``, or None.
+        mark_ids: the ids of the marks that this tokenizer has. Without ``eos_token``, ``sep_token`` is the end mark.
         characters: the characters that a character model knows, sorted; None for other models.
         chat_template: the chat template in the tokenizer's folder, or None.
-        special_tokens: the texts of special tokens by role, such as ``pad_token``, from ``tokenizer_config.json`` in that folder.
+        special_tokens: the texts of special tokens by role, from ``tokenizer_config.json`` and ``special_tokens_map.json`` in that folder.
     """
 
     def __init__(
@@ -73,13 +73,18 @@ class Tokenizer:
         self._model.no_padding()
         self._model.no_truncation()
         self._model.encode_special_tokens = True  # read special tokens in a text as text; the JSON does not store it
-        tokens = self._model.get_added_tokens_decoder().items()
-        added = {token.content: i for i, token in tokens}
-        candidates = {mark: [added[name] for name in names if name in added] for mark, names in NAMES_OF_MARKS.items()}
-        self.mark_ids = {mark: ids[0] for mark, ids in candidates.items() if ids}
-        self.end_id: int | None = self._model.token_to_id(END_OF_TEXT)
-        self.vocab_size = max(self._model.get_vocab().values(), default=-1) + 1
         unknown = {UNKNOWN_TOKEN, "[UNK]", getattr(self._model.model, "unk_token", None)}
+        vocab, added = self._model.get_vocab(), {token.content for token in self._model.get_added_tokens_decoder().values()}
+        stated = {mark: text for mark, text in marks_named(self.special_tokens).items() if text in vocab}
+        self._model.add_special_tokens(
+            [text for text in stated.values() if text not in added | unknown]
+        )  # words of the vocabulary
+        tokens = self._model.get_added_tokens_decoder().items()
+        ids_of = {token.content: i for i, token in tokens}
+        names_of = NAMES_OF_MARKS | {mark: (text,) for mark, text in stated.items()}
+        candidates = {mark: [ids_of[name] for name in names if name in ids_of] for mark, names in names_of.items()}
+        self.mark_ids = {mark: ids[0] for mark, ids in candidates.items() if ids}
+        self.vocab_size = max(vocab.values(), default=-1) + 1
         marks = self.mark_ids.values()
         self._never = np.zeros(self.vocab_size, dtype=bool)  # True for ids that no text may become
         self._never[[i for i, token in tokens if (token.special or i in marks) and token.content not in unknown]] = True
@@ -166,12 +171,12 @@ class Tokenizer:
         """Return the text of ``ids``.
 
         Bytes that are not UTF-8, and the unknown character of a character model, become U+FFFD. A mark becomes its name,
-        or nothing with ``skip_marks``.
+        or nothing with ``skip_marks``. An id without a token, as a model with a padded vocabulary may generate, becomes nothing.
 
         Raises:
-            ValueError: an id outside [0, vocab_size).
+            ValueError: a negative id.
         """
-        return self._model.decode(self._checked(ids), skip_special_tokens=skip_marks)
+        return self._model.decode(_not_negative(ids), skip_special_tokens=skip_marks)
 
     def token_bytes(self, ids: Iterable[int]) -> list[bytes]:
         """Return the UTF-8 bytes of each of ``ids``. A mark gives the bytes of its name.
@@ -180,7 +185,7 @@ class Tokenizer:
         ``<0xE4>``. An id without a token, such as 7, gives ``<7>``.
 
         Raises:
-            ValueError: an id outside [0, vocab_size).
+            ValueError: a negative id.
         """
         marks = {i: token.content for i, token in self._model.get_added_tokens_decoder().items()}
         letters = _bytes_of_letters() if "ByteLevel" in self._decoder else {}
@@ -193,7 +198,7 @@ class Tokenizer:
                 return bytes.fromhex(text[3:5])
             return (text.replace("▁", " ") if "▁" in self._decoder else text).encode()
 
-        return [piece(id) for id in self._checked(ids)]
+        return [piece(id) for id in _not_negative(ids)]
 
     @functools.cached_property
     def unknown_id(self) -> int | None:
@@ -207,12 +212,6 @@ class Tokenizer:
     def _decoder(self) -> str:
         """The settings of the decoder in the JSON."""
         return str(json.loads(self._model.to_str())["decoder"])
-
-    def _checked(self, ids: Iterable[int]) -> list[int]:
-        array = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), dtype=np.int64)
-        if array.size and not (array.min() >= 0 and array.max() < self.vocab_size):
-            raise ValueError(f"ids must lie in [0, {self.vocab_size}), got {array.min()} … {array.max()}")
-        return array.tolist()
 
     def save(self, path: str | Path) -> None:
         """Write a ``tokenizer.json`` that ``load_tokenizer`` and ``tokenizers.Tokenizer.from_file`` read."""
@@ -237,6 +236,17 @@ class Tokenizer:
             "json": self._model.to_str(),
             **{name: value for name, value in optional.items() if value},
         }
+
+
+def marks_named(special_tokens: Mapping[str, str]) -> dict[str, str]:
+    """Return the texts of marks from the texts of special tokens by role.
+
+    >>> marks_named({"cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]"})
+    {'eos': '[SEP]', 'cls': '[CLS]'}
+    """
+    texts = {mark: special_tokens.get(f"{mark}_token") for mark in NAMES_OF_MARKS}
+    texts["eos"] = texts["eos"] or special_tokens.get("sep_token")
+    return {mark: text for mark, text in texts.items() if text}
 
 
 def warn_of_unknown(unknown: int, tokens: int, source: str) -> None:
@@ -335,33 +345,38 @@ def _characters_of(model: tokenizers.Tokenizer) -> str | None:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load a ``tokenizer.json`` from its path or its folder, with the chat template in that folder.
+    """Load a ``tokenizer.json`` from its path or its folder, with the chat template and the special tokens that the folder names.
 
     Raises:
         ConfigError: the file does not exist, or ``tokenizers`` cannot read it.
     """
     file = Path(path).expanduser()
     file = file / "tokenizer.json" if file.is_dir() else file
-    settings, template = _tokenizer_settings(file.parent), file.with_name("chat_template.jinja")
+    settings, template = _content_of(file.with_name("tokenizer_config.json")), file.with_name("chat_template.jinja")
+    named = _special_tokens(_content_of(file.with_name("special_tokens_map.json"))) | _special_tokens(settings)
     try:
         written = template.read_text(encoding="utf-8") if template.is_file() else settings.get("chat_template")
         if isinstance(written, list):  # several templates, by name
             written = next((each["template"] for each in written if each["name"] == "default"), None)
         known = written if isinstance(written, str) else None
-        return Tokenizer(file.read_text(encoding="utf-8"), known, _special_tokens(settings))
+        made = Tokenizer(file.read_text(encoding="utf-8"), known, named)
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}; it must be a tokenizer.json") from None
     except ValueError as error:
         raise ConfigError(f"{file} is not a tokenizer.json: {first_line(error)}") from None
+    by_name = [f"{mark}={made.decode([id])}" for mark, id in made.mark_ids.items() if mark not in marks_named(named)]
+    if by_name:
+        log.info("%s: no file beside it names these special tokens, so they are found by name: %s", file, ", ".join(by_name))
+    return made
 
 
-def _tokenizer_settings(folder: Path) -> dict[str, Any]:
-    """The content of ``tokenizer_config.json``, or nothing."""
+def _content_of(file: Path) -> dict[str, Any]:
+    """The content of a JSON file, or nothing."""
     try:
-        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return settings if isinstance(settings, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -386,12 +401,12 @@ def find_tokenizer(name: str | Tokenizer) -> Tokenizer | None:
         return name
     if name in ("char", "bpe"):
         return None
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import snapshot_download
 
     path = Path(name).expanduser()
     try:
         is_local = path.is_file() or (path / "tokenizer.json").is_file()
-        return load_tokenizer(path if is_local else hf_hub_download(name, "tokenizer.json"))
+        return load_tokenizer(path if is_local else snapshot_download(name, allow_patterns=TOKENIZER_FILES))
     except Exception as error:  # huggingface_hub raises many kinds, with long messages
         raise ConfigError(
             f"data.tokenizer={name} (experiment=finetune: model.path) must be char, bpe, a tokenizer.json, a folder that contains one, "
@@ -434,7 +449,7 @@ def token_texts(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
     ``你·2-3/3``. A byte that is not UTF-8 is labelled ``⟨E4⟩``, an unknown character ``<unk>``, and a mark with its name.
 
     Raises:
-        ValueError: an id outside [0, vocab_size).
+        ValueError: a negative id.
 
     >>> bare = train_tokenizer("bpe", [], vocab_size=257)
     >>> token_texts(bare, bare.encode("né你"))
@@ -461,6 +476,12 @@ def _label(places: Sequence[tuple[str, int, int]]) -> str:
         else:
             label += f"{character}·{first + 1}/{size}" if last - first == 1 else f"{character}·{first + 1}-{last}/{size}"
     return label
+
+
+def _not_negative(ids: Iterable[int]) -> list[int]:
+    array = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), dtype=np.int64)
+    require(not (array < 0).any(), f"ids must not be negative, got {array.min(initial=0)}")
+    return array.tolist()
 
 
 def _bytes_of_letters() -> dict[str, int]:
@@ -498,7 +519,7 @@ class TextStream:
         text = self._decode(self._context + self._open)
         whole = len(text.rstrip(REPLACEMENT))
         new, self._sent = text[self._sent : whole], max(self._sent, whole)
-        if whole == len(text):
+        if new and whole == len(text):  # without text, an id gives the next one no context
             self._context, self._open = self._open, []
             self._sent = len(self._decode(self._context))
         return new

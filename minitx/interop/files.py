@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from minitx.config.schema import stated
+from minitx.data.tokenizers import TOKENIZER_FILES
 
 WEIGHTS, INDEX, TOKENIZER = "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -53,7 +54,7 @@ def find_folder(name: str | Path) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise ImportError(f"{name} is not a folder; to download it from the hub: pip install huggingface_hub") from None
-    patterns = ["config.json", WEIGHTS, INDEX, "model-*.safetensors", TOKENIZER]
+    patterns = ["config.json", WEIGHTS, INDEX, "model-*.safetensors", *TOKENIZER_FILES]
     try:
         return Path(snapshot_download(str(name), allow_patterns=patterns))
     except Exception as error:  # huggingface_hub raises many kinds, with long messages
@@ -157,7 +158,6 @@ def _special_ids(config: Any, tokenizer: Any) -> dict[str, list[int]]:
     }
     if isinstance(ids["eos"][0], list | tuple):
         ids["eos"] = [*ids["eos"][0], *ids["eos"][1:]]
-    ids["eos"].append(getattr(tokenizer, "end_id", None))
     return {role: list(dict.fromkeys(id for id in candidates if id is not None)) for role, candidates in ids.items()}
 
 

@@ -179,6 +179,7 @@ def stored_state(config: Mapping[str, Any], model: Mapping[str, Any], task: Task
         "config": config,
         "model": model,
         "tokenizer": tokenizer.to_dict() if isinstance(tokenizer, Tokenizer) else None,
+        "first_id": task.first_id,
         "labels": list(task.label_names),
         "format": FORMAT,
     }

@@ -73,7 +73,8 @@ class Samples(StepCallback):
             bool(self.prompts) and all(self.prompts),
             f"callbacks.samples.prompts={list(self.prompts)} must be a list of texts, none of them empty",
         )
-        encode: Any = (options.prompts and task.encode_prompt) or task.tokenizer.encode
+        first = [] if task.first_id is None else [task.first_id]
+        encode: Any = (options.prompts and task.encode_prompt) or (lambda text: [*first, *task.tokenizer.encode(text)])
         for prompt in self.prompts:
             encode_known(task.tokenizer, prompt, "callbacks.samples.prompts")
         self._ids = [[int(id) for id in encode(prompt)] for prompt in self.prompts]

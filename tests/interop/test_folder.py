@@ -549,7 +549,7 @@ def test_all_ends_of_a_text_are_in_the_generation_config_and_a_readme_of_the_use
     model = own(vocab_size=tokenizer.vocab_size, activation="gelu_tanh", eos_id=7, bos_id=5)
     save_hf(model, tmp_path, tokenizer=tokenizer, facts={"a|b": "c|d", "unknown": None})
     found = json.loads((tmp_path / "generation_config.json").read_text())
-    assert found == {"bos_token_id": 5, "eos_token_id": [7, tokenizer.mark_ids["eos"], tokenizer.end_id]}
+    assert found == {"bos_token_id": 5, "eos_token_id": [7, tokenizer.mark_ids["eos"]]}
     assert "c/d" in (tmp_path / "README.md").read_text() and "unknown" not in (tmp_path / "README.md").read_text()
     (tmp_path / "README.md").write_text("mine")
     save_hf(model, tmp_path)
