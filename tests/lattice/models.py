@@ -47,6 +47,7 @@ from tests.lattice.networks import (
     COMPILED,
     DECODERS,
     FAMILIES,
+    IMAGES,
     OF_ROWS,
     OURS,
     PAIRS,
@@ -470,6 +471,11 @@ def a_snapshot_is_what_capture_sees(s: Subject) -> None:
         assert error <= 1e-5 + (0 if s.point["precision"] != "bf16" else 2.0**-8), (
             f"{name}: the snapshot differs by {error:.1e}"
         )
+    if "pixel_values" in snapshot.tokens:  # the places of patches are those of the image, which is not a square
+        (_, _, height, width), side = s.inputs()["pixel_values"].shape, IMAGES["patch_size"]
+        grid = [f"{row},{column}" for row in range(height // side) for column in range(width // side)]
+        named = snapshot.tokens["pixel_values"][0]
+        assert named[-len(grid) :] == grid and named[: -len(grid)] in ([], ["cls"]), f"the tokens are named {named}"
 
 
 def hidden_states_are_the_input_of_the_head(s: Subject) -> None:

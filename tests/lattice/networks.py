@@ -105,7 +105,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "decoder_start_token_id": 0,
         },
     ),
-    "hf_vit": ("ViTForImageClassification", {**SMALL, "image_size": 8, "patch_size": 4, "num_labels": 5}),
+    "hf_vit": ("ViTForImageClassification", {**SMALL, "image_size": (8, 12), "patch_size": 4, "num_labels": 5}),
 }
 ATTENTION_DROPOUT = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop", "dropout_rate")
 
@@ -309,7 +309,7 @@ class Subject:
         """The arguments of a call of two rows. Row 0 has padding where ``rows`` says so, and row 1 is longer."""
         if self.name in WITH_PIXELS.split("|"):
             generator = torch.Generator().manual_seed(1)
-            pixels = torch.randn(2, 2 if self.is_ours else 3, 8, 8, generator=generator, dtype=torch.float64)
+            pixels = torch.randn(2, 2 if self.is_ours else 3, 8, 12, generator=generator, dtype=torch.float64)
             return {"pixel_values": pixels.to(self.dtype)}
         inputs = self._text("input_ids", self.mask, LENGTH, 1)
         if self.has_target:
