@@ -434,6 +434,22 @@ def a_knocked_out_head_changes_the_answer_and_comes_back(s: Subject) -> None:
         same_bits(s.answer(inputs, twin), wanted, "a copy that was made inside of the context")
 
 
+def a_backward_pass_after_an_intervention_is_right_or_an_error(s: Subject) -> None:
+    def silent_head() -> contextlib.AbstractContextManager[None]:
+        return intervene(s.looked, "heads", 0.0, heads=[0], layers=[0])
+
+    with silent_head():
+        wanted = s.gradients()
+    try:
+        found = s.gradients(silent_head())
+    except RuntimeError as error:
+        if "intervene" not in str(error) or s.point["checkpointing"] == "no":
+            raise
+        return
+    for name, gradient in wanted.items():
+        same_bits(found[name], gradient, f"gradient of {name}")
+
+
 def knock_out_heads_is_intervene_head_by_head(s: Subject) -> None:
     def loss(model: nn.Module) -> Tensor:
         return s.answer(s.inputs()).double().flatten(1).square().mean(1)
@@ -724,6 +740,10 @@ ORACLES = (
         [{"model": HF, "wrapper": "half_and_back"}],
     ),
     Oracle(checkpointing_changes_nothing, [{"checkpointing": "yes", "wrapper": "!quantised|compile|inductor|fsdp"}]),
+    Oracle(
+        a_backward_pass_after_an_intervention_is_right_or_an_error,
+        [{"look": "nothing", "wrapper": "!quantised|compile|inductor|fsdp"}],
+    ),
     Oracle(every_parameter_matters, [{"mode": "eval", "wrapper": "!quantised|fsdp", "precision": "f64|f32"}]),
     Oracle(evaluation_repeats_itself_and_leaves_no_trace, [EVALUATION], [{"wrapper": COMPILE}]),
     Oracle(
