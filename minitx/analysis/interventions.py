@@ -10,10 +10,12 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks
 
 from minitx.analysis.answers import AnswerRows, Asked, logits_of, read_answers
 from minitx.analysis.heads import NO_INTERVAL, Interval
@@ -74,7 +76,7 @@ def intervene(
     result of ``capture(other, what="values")``. For ``scores`` and ``weights``, the changed layers use the backend ``math``;
     all others keep their kernel. Gradients flow through the changed computation. Contexts can be nested: each one sees the
     changes of the contexts around it, and so does ``capture``. With activation checkpointing, the backward pass must also run inside
-    the context, because the recomputation outside of it would not have the change.
+    the context, because the recomputation outside of it would not have the change. Outside, it is an error.
 
     Args:
         to: a number or a tensor to broadcast to the chosen part; a function of the chosen part; or the result of
@@ -90,7 +92,8 @@ def intervene(
     Raises:
         ValueError: an unknown ``what``, layer, head or position; a shape that does not fit; a core whose weights are not the
             softmax of its scores; a replacement of scores inside a context that replaces the weights. RuntimeError: a module is
-            compiled; or activation checkpointing runs a call again that cannot be distinguished from another call.
+            compiled; activation checkpointing runs a call again that cannot be distinguished from another call; or, at the backward
+            pass, the context has ended although activation checkpointing has to run a changed call again.
 
     Warns:
         UserWarning: no call reads a chosen position, because it is already in a cache; or, as in ``capture``, a chosen layer did not
@@ -121,7 +124,8 @@ def intervene(
 
     with warning_of_padding(model), rows_of_blocks(model) as rows, ExitStack() as hooks:
         hooks.enter_context(before_calls({} if positions is None else modules_with_caches(model), note))
-        parts = {name: _Part(name, what, to, heads, positions, rows, before) for name in modules}
+        reruns = hooks.enter_context(_watch_reruns(model, modules))
+        parts = {name: _Part(name, what, to, heads, positions, rows, before, reruns) for name in modules}
         for name, module in modules.items():
             if what in OUTPUTS:
                 hooks.enter_context(module.register_forward_hook(Hook(parts[name].leave)))
@@ -139,6 +143,63 @@ def intervene(
 
 
 @dataclass
+class _Reruns:
+    """Whether a backward pass after the context would run changed calls again, without the change.
+
+    ``number`` counts the changed calls inside of activation checkpointing, and ``before`` has the count at the start of each module
+    around them.
+    """
+
+    is_over: bool = False
+    number: int = 0
+    before: dict[str, int] = field(default_factory=dict)
+
+    def note_changed(self) -> None:
+        if not is_recomputing():
+            self.number += _is_checkpointed()
+
+    def enter(self, name: str, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        self.before[name] = self.number
+
+    def leave(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self.number > self.before[name]:
+            outputs = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else (output,)
+            for tensor in outputs:
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(self.check)
+
+    def check(self, grad: Tensor) -> None:
+        if self.is_over:
+            raise RuntimeError(
+                "the backward pass runs after the context of intervene, and activation checkpointing would run the model again without "
+                "the change: call backward() inside of `with intervene(...)`"
+            )
+
+
+def _is_checkpointed() -> bool:
+    """Return whether a forward pass keeps no activations: it runs without gradients (reentrant), or there are hooks for saved tensors."""
+    try:
+        with disable_saved_tensors_hooks(""):  # raises if there are hooks
+            return not torch.is_grad_enabled()
+    except RuntimeError:
+        return True
+
+
+@contextmanager
+def _watch_reruns(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[_Reruns]:
+    reruns = _Reruns()
+    names = {""} | {name[:end] for name in modules for end, letter in enumerate(name) if letter == "."}
+    around = {name: model.get_submodule(name) for name in names}
+    with before_calls(around, reruns.enter), ExitStack() as hooks:
+        for name, module in around.items():
+            hooks.enter_context(module.register_forward_hook(Hook(partial(reruns.leave, name))))
+        try:
+            yield reruns
+        finally:
+            reruns.is_over = True
+
+
+@dataclass
 class _Part:
     """The change in one layer."""
 
@@ -149,6 +210,7 @@ class _Part:
     positions: Indices
     rows: Mapping[str, tuple[int, int]]
     before: Mapping[str, int]
+    reruns: _Reruns
     ran: bool = False
     has_changed: bool = False
     passed: bool = False
@@ -187,6 +249,7 @@ class _Part:
             self.passed = True
             return tensor
         self.has_changed = True
+        self.reruns.note_changed()
         rows_and_heads: tuple[Any, ...] = (slice(None), *heads)
         index = (*rows_and_heads, positions)
         old = tensor[index]

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import math
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,13 +18,25 @@ import torch
 from torch import Tensor, nn
 
 from minitx.analysis.answers import Answer, Answers, Asked, read_answers
-from minitx.analysis.recorder import LACKS, Layers, Look, chosen_names, layer_of, layers_of, warn_of_calls, watch
+from minitx.analysis.recorder import (
+    LACKS,
+    Layers,
+    Look,
+    before_calls,
+    chosen_modules,
+    chosen_names,
+    layer_of,
+    layers_of,
+    warn_of_calls,
+    watch,
+)
 from minitx.analysis.statistics import over_tiles
 from minitx.analysis.token_places import home_of, with_positions
+from minitx.config.schema import stated
 from minitx.nn.arguments import Arguments
 from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.blocks import Block
-from minitx.nn.functional import EfficientAttention
+from minitx.nn.functional import AttentionCall, EfficientAttention
 from minitx.nn.modes import evaluating
 from minitx.nn.precision import full_precision
 from minitx.nn.transfer import to_host
@@ -239,7 +250,8 @@ def take_snapshot(
         inputs: the arguments of the model by name (``input_ids``, ``key_mask``, ``decoder_input_ids`` …), or a tensor, its
             first argument. Ids (L,) are one row. A Hugging Face model that would count padding on the left as tokens (GPT-2) gets
             ``position_ids`` from ``attention_mask``.
-        tokens: the texts of the tokens, see ``Snapshot``. Default: the ids as numbers, and ``row,column`` for image patches.
+        tokens: the texts of the tokens, see ``Snapshot``. Default: the ids as numbers; for images, the number of each token, or
+            ``row,column`` for patches if the config has a ``patch_size`` and changing some patches changes the tokens at these places.
         layers: as in ``capture``.
         asked: questions. The snapshot keeps the answers if the model's output has logits for them (see ``read_answers``).
         step: the training step.
@@ -269,10 +281,10 @@ def take_snapshot(
     shown = {name: records for name, records in ran.items() if name not in others}
     warn_of_calls(shown, "last")
     maps, padding = [], dict[str, Tensor]()
+    other_axis = PIXELS if PIXELS in inputs and TARGET not in inputs else source
     for name, records in shown.items():
         kind = seen.kinds[name]
         queries = TARGET if TARGET in inputs and kind != "self" else source
-        other_axis = PIXELS if PIXELS in inputs and TARGET not in inputs else source
         keys = queries if kind != "cross" else "key" if "key" in inputs else other_axis
         weights, visible, max_logit, real_queries = to_host(records[-1])
         maps.append(AttentionMap(name, kind, queries, keys, weights, visible, max_logit))
@@ -285,7 +297,11 @@ def take_snapshot(
             f"{', '.join(others)} read other tokens than {SOURCE}, such as images, and are left out: capture records them",
             stacklevel=2,
         )
-    snapshot = replace(_assembled(maps, inputs, padding, tokens or {}), step=step, title=title)
+    patches = list[str]()
+    if PIXELS in (source, other_axis) and PIXELS not in (tokens or {}):
+        with evaluating(model), full_precision(device):
+            patches = _places_of_patches(model, inputs)
+    snapshot = replace(_assembled(maps, inputs, padding, tokens or {}, patches), step=step, title=title)
     snapshot = replace(snapshot, layers=tuple(dict.fromkeys(layers_of(model).values())))
     if asked is None or asked.axis not in snapshot.tokens or (rows := read_answers(output, asked)) is None:
         return snapshot
@@ -302,8 +318,12 @@ def _assembled(
     inputs: Mapping[str, Tensor],
     padding: Mapping[str, Tensor],
     tokens: Mapping[str, Sequence[Sequence[str]]],
+    patches: Sequence[str] = (),
 ) -> Snapshot:
-    """Add ids, texts and padding to the maps. A mask in ``inputs`` replaces the ``padding`` of its axis."""
+    """Add ids, texts and padding to the maps. A mask in ``inputs`` replaces the ``padding`` of its axis.
+
+    ``patches`` are the names of the tokens of an image, if they are known.
+    """
     sizes = {axis: size for m in maps for axis, size in ((m.queries, m.weights.shape[2]), (m.keys, m.weights.shape[3]))}
     B = maps[0].weights.shape[0]
     everything = {axis: torch.ones(B, size, dtype=torch.bool) for axis, size in sizes.items()}
@@ -317,6 +337,8 @@ def _assembled(
         )
     if unknown := set(tokens) - set(sizes):
         raise ValueError(f"tokens={sorted(unknown)} must be among {', '.join(sizes)}, the inputs of the model")
+    if len(patches) == sizes.get(PIXELS):
+        tokens = {**tokens, PIXELS: [patches] * B}
     texts = {axis: _texts(axis, size, B, ids, tokens) for axis, size in sizes.items()}
     return Snapshot(tuple(maps), texts, ids, real)
 
@@ -407,16 +429,42 @@ def _texts(
         return rows
     if axis in ids:
         return [[str(number) for number in row] for row in ids[axis].tolist()]
-    return [_patches(size) if axis == PIXELS else [str(i) for i in range(size)]] * B
+    return [[str(i) for i in range(size)]] * B
 
 
-def _patches(size: int) -> list[str]:
-    """The tokens of an image: a class token if there is one, then its patches row by row."""
-    for first in ([], ["cls"]):
-        side = math.isqrt(size - len(first))
-        if side * side == size - len(first):
-            return first + [f"{row},{column}" for row in range(side) for column in range(side)]
-    return [str(i) for i in range(size)]
+def _places_of_patches(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
+    """Return the names of the tokens of an image, or [] if it is not known which tokens are which patches.
+
+    The config has the size of a patch. Three patches are changed to find out whether the last tokens are the patches, row by row.
+    """
+    pixels = inputs[PIXELS]
+    configs: list[Any] = [module.config for module in model.modules() if hasattr(getattr(module, "config", None), "patch_size")]
+    side = configs[0].patch_size if configs else None
+    if side is None or pixels.dim() != 4:
+        return []
+    height, width = side if isinstance(side, Sequence) else (side, side)
+    rows, columns = pixels.shape[2] // height, pixels.shape[3] // width
+    corners = [(0, 0), (0, columns - 1), (rows - 1, columns - 1)]
+    changed = pixels.clone()
+    for row, column in corners:
+        patch = changed[:, :, row * height : (row + 1) * height, column * width : (column + 1) * width]
+        patch.copy_(patch.cumsum(-1) + 1)  # not a constant, which a norm may remove
+    queries = list[Tensor]()  # of the first attention, before and after the change
+    for images in (pixels, changed):
+        calls = list[AttentionCall]()
+        with before_calls(chosen_modules(model, "heads", None), lambda name, core, args, options: calls.append(args[0])):  # noqa: B023
+            model(**{**inputs, PIXELS: images})
+        queries.append(calls[0].query)
+    B, _, size, _ = queries[0].shape
+    first = size - rows * columns
+    change = (queries[0] - queries[1]).abs().amax((0, 1, 3))
+    moved = (change > change.max() / 20).nonzero().flatten().tolist()  # quantisation moves all tokens a little
+    if len(pixels) != B or moved != sorted({first + row * columns + column for row, column in corners}):
+        return []
+    registers = stated(configs[0], "num_register_tokens") or 0
+    special = [*["cls"] * (first > registers), *(f"register {i}" for i in range(registers))]
+    names = special if len(special) == first else [str(i) for i in range(first)]
+    return [*names, *(f"{row},{column}" for row in range(rows) for column in range(columns))]
 
 
 def write_snapshot(snapshot: Snapshot, folder: Path) -> Path:

@@ -61,29 +61,53 @@ GPT2 = Family(
 ROPE = "rope_parameters."
 # the names of `low` and `high` of a `RotaryScaling`
 TURNS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
+ORIGINAL_LEN = "original_max_position_embeddings"
+# what transformers cannot compute without; it ignores these options in other kinds
+NEEDED: dict[Any, tuple[str, ...]] = {
+    "default": ("rope_theta",),
+    "linear": ("rope_theta", "factor"),
+    "llama3": ("rope_theta", "factor", ORIGINAL_LEN, *TURNS["llama3"]),
+    "yarn": ("rope_theta", "factor", ORIGINAL_LEN),
+}
 
 
 def tidy_rope(values: Values, names: Collection[str] = ()) -> Values:
-    """Turn the rotary options into flat keys. Transformers 5 has ``rope_parameters``, older versions ``rope_theta`` and ``rope_scaling``."""
-    theta, old, new = (values.pop(name, None) for name in ("rope_theta", "rope_scaling", "rope_parameters"))
-    old, new = dict(old or {}), dict(new or {})
-    if theta is not None:
-        old["rope_theta"] = theta
-    for rope in (old, new):
+    """Turn the rotary options into flat keys. Transformers 5 has ``rope_parameters``, older versions ``rope_theta`` and ``rope_scaling``.
+
+    An option that is absent or null gets the value that transformers computes. Where it computes none, this is an error.
+    """
+    theta = {"rope_theta": values.pop("rope_theta")} if "rope_theta" in values else {}
+    ropes = [dict(values.pop(name, None) or {}) for name in ("rope_scaling", "rope_parameters")]
+    ropes = [{**theta, **rope} for rope in ropes if rope]
+    for rope in ropes:
         if "type" in rope:  # the name in older files
             rope.setdefault("rope_type", rope.pop("type"))
-    for name in old.keys() & new.keys():
-        if old[name] != new[name]:
-            raise ValueError(f"{ROPE}{name}={new[name]!r} contradicts {old[name]!r} in rope_theta or rope_scaling")
+    ropes.append(theta)
+    first, *others = ropes
+    both = [(name, value) for other in others for name, value in other.items() if first.get(name) != value]
+    if faults := [f"{ROPE}{name}={value!r} contradicts {first.get(name)!r}" for name, value in both]:
+        raise ValueError(f"{'; '.join(faults)} in rope_theta, rope_scaling or rope_parameters")
     overrides = {name.removeprefix(ROPE): values.pop(name) for name in [*values] if name.startswith(ROPE)}
-    stated = {name: value for name, value in {**old, **new, **overrides}.items() if value is not None}
-    rope = {"rope_type": "default", "rope_theta": 10000.0, **stated}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, **first, **overrides}
     kind = rope["rope_type"]
-    if kind in TURNS:
-        rope.setdefault("original_max_position_embeddings", values.get("max_position_embeddings"))
-        rope["low"], rope["high"] = (rope.pop(name, None) for name in TURNS[kind])
+    if kind not in NEEDED:
+        return {**values, ROPE + "rope_type": kind}
+    rope.setdefault(ORIGINAL_LEN, values.get("max_position_embeddings"))
+    outer = values.pop(ORIGINAL_LEN, rope[ORIGINAL_LEN])  # outside of the rotary options it has priority
+    rope[ORIGINAL_LEN] = rope[ORIGINAL_LEN] and outer
     if kind == "yarn":
-        paper = 0.1 * math.log(rope.get("factor", 1.0)) + 1.0  # Peng et al. 2023, arXiv:2309.00071, eq. 22
+        if rope.get("factor", 1.0) is None and rope[ORIGINAL_LEN] is not None:
+            rope["factor"] = values["max_position_embeddings"] / rope[ORIGINAL_LEN]
+        rope["truncate"] = bool(rope.get("truncate", True))
+    for name in NEEDED[kind]:
+        if rope.get(name) is None:
+            raise ValueError(f"{ROPE}{name}=None must be a number with {ROPE}rope_type={kind!r}")
+    unread = {"factor", ORIGINAL_LEN} - {*NEEDED[kind]}
+    rope = {"factor": 1.0} | {name: value for name, value in rope.items() if value is not None and name not in unread}
+    if kind in TURNS:
+        rope["low"], rope["high"] = (rope.pop(name, None) or None for name in TURNS[kind])
+    if kind == "yarn":
+        paper = 0.1 * math.log(max(rope["factor"], 1.0)) + 1.0  # Peng et al. 2023, arXiv:2309.00071, eq. 22
         factor = rope.pop("attention_factor", paper)
         if not math.isclose(factor, paper, rel_tol=1e-9):
             values[FAULTS] = [f"{ROPE}attention_factor={factor} is not supported here, only 0.1 ln(factor) + 1 = {paper}"]
@@ -146,7 +170,7 @@ LLAMA_KEYS = {
 LLAMA_DEFAULTS = {
     **{"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32},
     **{"num_attention_heads": 32, "max_position_embeddings": 2048, "hidden_act": "silu", "rms_norm_eps": 1e-6},
-    **{"tie_word_embeddings": False, "sliding_window": 4096, "attention_bias": False, "mlp_bias": False, ROPE + "factor": 1.0},
+    **{"tie_word_embeddings": False, "sliding_window": 4096, "attention_bias": False, "mlp_bias": False},
 }
 GATES = {
     **{"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh", "gelu_new": "geglu_tanh"},
@@ -264,18 +288,23 @@ def tidy_gemma2(values: Values, names: Collection[str]) -> Values:
 def tidy_gemma3(values: Values, names: Collection[str]) -> Values:
     """Translate the keys of Gemma 3. Five of six layers have a window, and a different rotary base."""
     values, kinds = _tidy_gemma(values, 6)
-    local = {"rope_type": "default", "rope_theta": values.pop("rope_local_base_freq", 10000.0)}
+    outer = {"rope_theta": values.pop("rope_local_base_freq")} if "rope_local_base_freq" in values else {}
     rope = values.get("rope_parameters") or {}
-    if FULL in rope or SLIDING in rope:
-        rope, local = rope.get(FULL) or {}, {**local, **(rope.get(SLIDING) or {})}
+    if flat := sorted({*rope} - {FULL, SLIDING}):
+        raise UnsupportedError(f"{ROPE}{flat[0]} is not supported here, only options inside {FULL} and {SLIDING}")
+    rope, local = rope.get(FULL) or {}, tidy_rope({**outer, "rope_parameters": rope.get(SLIDING)})
     values = tidy_rope({"rope_theta": rope.get("rope_theta", 1e6), **values, "rope_parameters": rope})
     kind = values[ROPE + "rope_type"]
-    if SLIDING in kinds and (kind not in ("default", "linear") or local["rope_type"] != "default"):
-        pair = f"{ROPE}rope_type={kind!r} with {local['rope_type']!r} in layers with a window"
+    plain = {ROPE + "rope_type": "default", ROPE + "rope_theta": local.get(ROPE + "rope_theta"), ROPE + "factor": 1.0}
+    if SLIDING in kinds and (kind not in ("default", "linear") or local != plain):
+        differing = ", ".join(
+            f"{name.removeprefix(ROPE)}={value!r}" for name, value in local.items() if plain.get(name) != value
+        )
+        pair = f"{ROPE}rope_type={kind!r} with {differing or 'default'} in layers with a window"
         values[FAULTS] = [f"{pair} is not supported here, only 'default' or 'linear' with 'default'"]
     if kind == "linear":  # in layers without a window only; a factor of 1 changes nothing
         values[ROPE + "factor"] = by_layer({FULL: values[ROPE + "factor"], SLIDING: 1.0}, kinds)
-    values[ROPE + "rope_theta"] = by_layer({FULL: values[ROPE + "rope_theta"], SLIDING: local["rope_theta"]}, kinds)
+    values[ROPE + "rope_theta"] = by_layer({FULL: values[ROPE + "rope_theta"], SLIDING: plain[ROPE + "rope_theta"]}, kinds)
     return values
 
 

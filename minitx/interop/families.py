@@ -168,8 +168,9 @@ def _read_fields(family: Family, architecture: Architecture, values: Values, nam
     """Return the fields of our config, not checked yet, and the values that they were read from."""
     if values.get("id2label"):
         values = {**values, "num_labels": len(values["id2label"])}
+    defaults = {key: family.defaults[key] for key in family.keys.values() if key in family.defaults}
     try:
-        values = family.tidy(dict(values), names)
+        values = family.tidy({**defaults, **values}, names)
     except (TypeError, ZeroDivisionError) as error:
         raise ValueError(f"config.json has a value of a wrong type: {error}") from None
     fields = {**family.fields, **{ours: _read_key(family, ours, values) for ours in family.keys}, **architecture.fields}
@@ -181,7 +182,7 @@ def _read_fields(family: Family, architecture: Architecture, values: Values, nam
 def _read_key(family: Family, ours: str, values: Values) -> Any:
     """Return the value of our field from the values of ``config.json``."""
     key = family.keys[ours]
-    theirs, words = values.get(key, family.defaults.get(key)), family.words.get(key)
+    theirs, words = values.get(key), family.words.get(key)
     if words is None:
         return theirs
     if theirs not in [*words]:  # a list cannot be a key of a dictionary
@@ -269,6 +270,8 @@ def filled(config: TransformerConfig) -> Values:
     values["vocab_size"] = None if is_vision else config.vocab_size
     if not (config.head == "sequence" or config.has_pooler or is_vision):
         values["pooling"] = "first"
+    if config.rotary_scaling not in ("llama3", "yarn"):
+        values["rotary_original_len"] = None
     if config.rotary_scaling == "llama3":  # transformers needs the numbers of turns
         values["rotary_low"], values["rotary_high"] = RotaryScaling("llama3", 1, 1, config.rotary_low, config.rotary_high).turns
     return values

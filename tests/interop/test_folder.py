@@ -9,8 +9,11 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from foreign import CASES, YARN, V, answers, batch, build, saved, worst
+from foreign import CASES, LLAMA3, ROPE, YARN, V, answers, batch, build, saved, worst
+from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from minitx.config import TransformerConfig
 from minitx.data.tokenizers import Tokenizer, train_tokenizer
@@ -96,14 +99,50 @@ def test_shards_are_read_and_written(tmp_path):
 # how older files spell the same model
 
 
-@pytest.mark.parametrize("name", ["llama llama3", "llama yarn", "llama linear", "llama"])
-def test_old_rotary_keys_mean_what_the_new_ones_do(name, tmp_path):
-    want = load_hf(saved(name, tmp_path)).config
-    rope = json.loads((tmp_path / "config.json").read_text())["rope_parameters"]
-    theta, rope["type"] = rope.pop("rope_theta"), rope.pop("rope_type")
-    scaling = None if rope["type"] == "default" else rope
-    edit(tmp_path, rope_parameters="absent", rope_theta=theta, rope_scaling=scaling, dtype="absent", torch_dtype="float32")
-    assert load_hf(tmp_path).config == want
+TURNS = {"beta_fast": 8.0, "beta_slow": 0.5, "truncate": True, "attention_factor": None}
+KINDS = [{**ROPE, "rope_type": "default"}, {**ROPE, "rope_type": "linear"}, LLAMA3, {**YARN, **TURNS}]
+SPELLINGS = {
+    "new": lambda rope: {"rope_parameters": rope},
+    "old": lambda rope: {"rope_scaling": {**rope, "type": rope["rope_type"]}, "rope_theta": rope.get("rope_theta", 700.0)},
+    "length outside": lambda rope: {"rope_parameters": rope, "original_max_position_embeddings": 7},
+    "length left out": lambda rope: {"rope_parameters": rope, "max_position_embeddings": "absent"},
+}
+
+
+def rotary_angles(config):
+    """Frequencies and magnitude as transformers computes them, or None where it cannot."""
+    try:
+        rotary = LlamaRotaryEmbedding(LlamaConfig(**config))
+    except (KeyError, TypeError, StrictDataclassError):
+        return None
+    return rotary.inv_freq, torch.tensor(rotary.attention_scaling)
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind["rope_type"])
+def test_an_absent_or_null_rotary_option_means_what_transformers_computes_or_is_refused(kind, spelling, tmp_path):
+    saved("llama", tmp_path)
+    changes = [{}, *({name: value} for name in kind if name != "rope_type" for value in ("absent", None))]
+    equal = []
+    for change in changes:
+        rope = {name: value for name, value in {**kind, **change}.items() if value != "absent"}
+        edit(tmp_path, **{"rope_scaling": "absent", "rope_theta": "absent", "original_max_position_embeddings": "absent"})
+        edit(tmp_path, max_position_embeddings=43, rope_parameters="absent")
+        edit(tmp_path, **SPELLINGS[spelling](rope))
+        theirs = rotary_angles(json.loads((tmp_path / "config.json").read_text()))
+        if theirs is None or change == {"truncate": None}:
+            with pytest.raises(ValueError, match=r"must be a number|truncate=False"):
+                load_hf(tmp_path)
+            continue
+        ours = load_hf(tmp_path)
+        save_hf(ours, tmp_path / "again")
+        again = rotary_angles(json.loads((tmp_path / "again" / "config.json").read_text()))
+        rotary = ours.blocks[0].attention.rotary
+        angles = rotary.frequencies(), torch.tensor(rotary.scaling.magnitude if rotary.scaling else 1.0)
+        for numbers in (angles, again):
+            torch.testing.assert_close(numbers, theirs, rtol=1e-6, atol=0)
+        equal.append(change)
+    assert {} in equal
 
 
 def old_gpt2(tensors):
@@ -183,7 +222,7 @@ REFUSED = [
     ("qwen2 window", {"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
     ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
     ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
-    ("gemma3 window", {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}, "with 'linear' in layers"),
+    ("gemma3 window", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, "rope_type='linear'"),
     ("t5 v1.0", {"feed_forward_proj": "gated-mish"}, "feed_forward_proj='gated-mish'"),
     ("vit", {"image_size": [12, 24]}, "image_size=[12, 24]"),
     ("vit", {"patch_size": 5}, "patch_size=5"),

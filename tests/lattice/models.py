@@ -47,6 +47,7 @@ from tests.lattice.networks import (
     COMPILED,
     DECODERS,
     FAMILIES,
+    IMAGES,
     OF_ROWS,
     OURS,
     PAIRS,
@@ -433,6 +434,22 @@ def a_knocked_out_head_changes_the_answer_and_comes_back(s: Subject) -> None:
         same_bits(s.answer(inputs, twin), wanted, "a copy that was made inside of the context")
 
 
+def a_backward_pass_after_an_intervention_is_right_or_an_error(s: Subject) -> None:
+    def silent_head() -> contextlib.AbstractContextManager[None]:
+        return intervene(s.looked, "heads", 0.0, heads=[0], layers=[0])
+
+    with silent_head():
+        wanted = s.gradients()
+    try:
+        found = s.gradients(silent_head())
+    except RuntimeError as error:
+        if "intervene" not in str(error) or s.point["checkpointing"] == "no":
+            raise
+        return
+    for name, gradient in wanted.items():
+        same_bits(found[name], gradient, f"gradient of {name}")
+
+
 def knock_out_heads_is_intervene_head_by_head(s: Subject) -> None:
     def loss(model: nn.Module) -> Tensor:
         return s.answer(s.inputs()).double().flatten(1).square().mean(1)
@@ -470,6 +487,11 @@ def a_snapshot_is_what_capture_sees(s: Subject) -> None:
         assert error <= 1e-5 + (0 if s.point["precision"] != "bf16" else 2.0**-8), (
             f"{name}: the snapshot differs by {error:.1e}"
         )
+    if "pixel_values" in snapshot.tokens:  # the places of patches are those of the image, which is not a square
+        (_, _, height, width), side = s.inputs()["pixel_values"].shape, IMAGES["patch_size"]
+        grid = [f"{row},{column}" for row in range(height // side) for column in range(width // side)]
+        named = snapshot.tokens["pixel_values"][0]
+        assert named[-len(grid) :] == grid and named[: -len(grid)] in ([], ["cls"]), f"the tokens are named {named}"
 
 
 def hidden_states_are_the_input_of_the_head(s: Subject) -> None:
@@ -718,6 +740,10 @@ ORACLES = (
         [{"model": HF, "wrapper": "half_and_back"}],
     ),
     Oracle(checkpointing_changes_nothing, [{"checkpointing": "yes", "wrapper": "!quantised|compile|inductor|fsdp"}]),
+    Oracle(
+        a_backward_pass_after_an_intervention_is_right_or_an_error,
+        [{"look": "nothing", "wrapper": "!quantised|compile|inductor|fsdp"}],
+    ),
     Oracle(every_parameter_matters, [{"mode": "eval", "wrapper": "!quantised|fsdp", "precision": "f64|f32"}]),
     Oracle(evaluation_repeats_itself_and_leaves_no_trace, [EVALUATION], [{"wrapper": COMPILE}]),
     Oracle(

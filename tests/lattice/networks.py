@@ -105,7 +105,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "decoder_start_token_id": 0,
         },
     ),
-    "hf_vit": ("ViTForImageClassification", {**SMALL, "image_size": 8, "patch_size": 4, "num_labels": 5}),
+    "hf_vit": ("ViTForImageClassification", {**SMALL, "image_size": (8, 12), "patch_size": 4, "num_labels": 5}),
 }
 ATTENTION_DROPOUT = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop", "dropout_rate")
 
@@ -309,7 +309,7 @@ class Subject:
         """The arguments of a call of two rows. Row 0 has padding where ``rows`` says so, and row 1 is longer."""
         if self.name in WITH_PIXELS.split("|"):
             generator = torch.Generator().manual_seed(1)
-            pixels = torch.randn(2, 2 if self.is_ours else 3, 8, 8, generator=generator, dtype=torch.float64)
+            pixels = torch.randn(2, 2 if self.is_ours else 3, 8, 12, generator=generator, dtype=torch.float64)
             return {"pixel_values": pixels.to(self.dtype)}
         inputs = self._text("input_ids", self.mask, LENGTH, 1)
         if self.has_target:
@@ -356,11 +356,12 @@ class Subject:
         out, real = self.answer(inputs), self.real(inputs)
         return out if real is None else out[real]
 
-    def gradients(self) -> dict[str, Tensor]:
-        """The gradients of a weighted sum of the answers, by parameter."""
+    def gradients(self, forward: contextlib.AbstractContextManager[Any] | None = None) -> dict[str, Tensor]:
+        """The gradients of a weighted sum of the answers, by parameter. The context is around the forward pass alone."""
         for parameter in self.parameters.values():
             parameter.grad = None
-        out = self.answers().double()
+        with forward or contextlib.nullcontext():
+            out = self.answers().double()
         out.mul(torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)).sum().backward()
         return {name: p.grad.clone() for name, p in self.parameters.items() if p.grad is not None}
 

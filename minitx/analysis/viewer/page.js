@@ -183,13 +183,13 @@ function fillTable(columns, best, seen, values) {
 function showPicture(rows, layer) {
   const names = DATA.tokens[DATA.layers[layer].keys];
   const patches = names.flatMap((name, k) => (/^\d+,\d+$/.test(name) ? [k] : []));
-  const side = Math.sqrt(patches.length);
-  byId("picture").hidden = DATA.layers[layer].keys !== "pixel_values" || !patches.length || !Number.isInteger(side);
+  const [height, width] = patches.length ? names[patches.at(-1)].split(",").map((place) => +place + 1) : [0, 0];
+  byId("picture").hidden = DATA.layers[layer].keys !== "pixel_values" || !patches.length;
   if (byId("picture").hidden) return;
   const top = topOf(rows);
   byId("picture").querySelector("div").replaceChildren(...rows.map((row) => {
     const canvas = element("canvas");
-    paint(canvas, { ...row, weights: patches.map((k) => row.weights[k]), visible: patches.map((k) => row.visible[k]) }, side, side, top);
+    paint(canvas, { ...row, weights: patches.map((k) => row.weights[k]), visible: patches.map((k) => row.visible[k]) }, height, width, top);
     return canvas;
   }));
 }
