@@ -406,7 +406,7 @@ def find_tokenizer(name: str | Tokenizer) -> Tokenizer | None:
     path = Path(name).expanduser()
     try:
         is_local = path.is_file() or (path / "tokenizer.json").is_file()
-        return load_tokenizer(path if is_local else snapshot_download(name, allow_patterns=TOKENIZER_FILES))
+        return load_tokenizer(path if is_local else snapshot_download(name, allow_patterns=[*TOKENIZER_FILES]))
     except Exception as error:  # huggingface_hub raises many kinds, with long messages
         raise ConfigError(
             f"data.tokenizer={name} (experiment=finetune: model.path) must be char, bpe, a tokenizer.json, a folder that contains one, "

@@ -18,6 +18,7 @@ from minitx.config import ConfigError
 from minitx.data.tokenizers import (
     LONGEST_WORD,
     NAMES_OF_MARKS,
+    TextStream,
     Tokenizer,
     find_tokenizer,
     fingerprint,
