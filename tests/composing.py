@@ -6,7 +6,6 @@ and copied, and Hydra sets the typed values in the copy. With a folder of the us
 """
 
 import pickle
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,8 +38,6 @@ def remember_compositions() -> None:
         self, lambda: _load(self, config_path), "loaded", config_path
     )
     ConfigStore.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]  # each composition copies it, and only reads it
-    # it looks through the sources of all modules for the caller of ``initialize``, from which nothing is read here
-    sys.modules["hydra.initialize"].detect_calling_file_or_module_from_stack_frame = lambda depth: (__file__, None)  # type: ignore[attr-defined]
 
 
 @contextmanager

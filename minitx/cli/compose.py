@@ -342,7 +342,8 @@ def compose_program(cls: type[Options], words: Iterable[str]) -> Options:
     with (
         explaining(others, keys_of=lambda _: [*known], of_run=False),
         _outside_of_jobs(),
-        hydra.initialize(None, version_base="1.3"),
+        # not hydra.initialize: it looks through the sources of all modules for its caller
+        hydra.initialize_config_dir(str(shipped_configs()), version_base="1.3"),
     ):
         parsed: Any = OmegaConf.to_container(hydra.compose(cls.__name__, overrides=others), resolve=True)
     values = {name: value for name, value in parsed.items() if value != "???"} | texts

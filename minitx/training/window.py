@@ -39,7 +39,8 @@ class Window:
         if self.metric not in metrics:
             place = f"{self.key}.metric={self.metric}"
             raise ConfigError(f"{place}: the objective does not count correct answers; use train_loss")
-        self.last = [*self.last, metrics[self.metric]][-self.window :]
+        self.last.append(metrics[self.metric])
+        del self.last[: -self.window]
         return math.fsum(self.last) / self.window if len(self.last) == self.window else None
 
     def reaches(self, mean: float | None) -> bool:
