@@ -261,7 +261,7 @@ WRITTEN = (
     Fault(
         "record_first_step",
         "on_nonfinite=record × the first step: a run that fails there counts as finished",
-        "minitx/training/run.py:fit",
+        "minitx/training/run.py:Run._train",
         "return error.step + 1",
         "return error.step",
     ),
@@ -289,7 +289,7 @@ WRITTEN = (
     Fault(
         "samples_stop_at",
         "samples × stop_at × resume: a run that goes on after its end writes its last samples again",
-        "minitx/training/callbacks.py:Samples.on_train_start",
+        "minitx/training/samples.py:Samples.on_train_start",
         "self._written = trainer.global_step",
         "self._written = 0",
     ),
