@@ -334,10 +334,10 @@ WRITTEN = (
 # --- the draw
 
 SKIPPED = {
-    "nn/masks.py:89:24: torch.as_tensor(verdict, device=rows.device) -> torch.as_tensor(verdict)": "the same on the CPU",
-    "training/optimizers.py:135:24: 1 -> 2": "neither -1 nor -2 is the number of a rule",
-    "generation/sampler.py:132:31: -1 -> 1": "the last of two axes has both numbers",
-    "nn/attention.py:252:24: 0 -> 1": "rotary scores depend on differences of positions alone",
+    "nn/masks.py:97:24: torch.as_tensor(verdict, device=rows.device) -> torch.as_tensor(verdict)": "the same on the CPU",
+    "training/optimizers.py:136:24: 1 -> 2": "neither -1 nor -2 is the number of a rule",
+    "generation/sampler.py:137:31: -1 -> 1": "the last of two axes has both numbers",
+    "nn/attention.py:259:24: 0 -> 1": "rotary scores depend on differences of positions alone",
 }
 """Mutants of the draw that nobody can notice, and why. The next one of the draw takes the place."""
 
