@@ -272,8 +272,11 @@ def _why_not_fold(layer: nn.Module, new: ScoreScale) -> str | None:
 
 def _uses(model: nn.Module, layers: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> tuple[dict[str, Use], Again]:
     """Call a model whose attention is not ours. See ``OtherScale.trial``."""
-    if any(parameter.is_meta for layer in layers.values() for parameter in layer.parameters()):
-        raise ValueError(f"{REFUSED}weights of the attention are offloaded (on the meta device); load all of them first")
+    weights = [parameter for layer in layers.values() for parameter in layer.parameters()]
+    if any(weight.is_meta or hasattr(weight, "full_tensor") for weight in weights):  # a DTensor has a full tensor
+        raise ValueError(
+            f"{REFUSED}weights of the attention are offloaded (on the meta device) or sharded; load all of them first"
+        )
     uses, again = next(iter(layers.values())).core.trial(model, layers, inputs)
     if missing := [name for name in layers if name not in uses]:
         raise ValueError(

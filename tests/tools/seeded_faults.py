@@ -261,7 +261,7 @@ WRITTEN = (
     Fault(
         "record_first_step",
         "on_nonfinite=record × the first step: a run that fails there counts as finished",
-        "minitx/training/run.py:fit",
+        "minitx/training/run.py:Run._train",
         "return error.step + 1",
         "return error.step",
     ),
@@ -289,7 +289,7 @@ WRITTEN = (
     Fault(
         "samples_stop_at",
         "samples × stop_at × resume: a run that goes on after its end writes its last samples again",
-        "minitx/training/callbacks.py:Samples.on_train_start",
+        "minitx/training/samples.py:Samples.on_train_start",
         "self._written = trainer.global_step",
         "self._written = 0",
     ),
@@ -334,10 +334,10 @@ WRITTEN = (
 # --- the draw
 
 SKIPPED = {
-    "nn/masks.py:89:24: torch.as_tensor(verdict, device=rows.device) -> torch.as_tensor(verdict)": "the same on the CPU",
-    "training/optimizers.py:135:24: 1 -> 2": "neither -1 nor -2 is the number of a rule",
-    "generation/sampler.py:132:31: -1 -> 1": "the last of two axes has both numbers",
-    "nn/attention.py:252:24: 0 -> 1": "rotary scores depend on differences of positions alone",
+    "nn/masks.py:97:24: torch.as_tensor(verdict, device=rows.device) -> torch.as_tensor(verdict)": "the same on the CPU",
+    "training/optimizers.py:136:24: 1 -> 2": "neither -1 nor -2 is the number of a rule",
+    "generation/sampler.py:137:31: -1 -> 1": "the last of two axes has both numbers",
+    "nn/attention.py:259:24: 0 -> 1": "rotary scores depend on differences of positions alone",
 }
 """Mutants of the draw that nobody can notice, and why. The next one of the draw takes the place."""
 
