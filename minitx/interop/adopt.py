@@ -335,6 +335,10 @@ def adopt_hf(
     is_auto = isinstance(check, str) and check == "auto"
     if not (is_auto or check is False or isinstance(check, Mapping)):
         raise ValueError(f"check={check!r} must be 'auto', False, or a mapping with the arguments of a call")
+    for root in roots:
+        if root.config._attn_implementation == NAME:  # it was built from the config of an adopted model
+            _copy_configs(root)
+            root.set_attn_implementation("eager")
     layers = _attention_layers(model)
     trials, unchecked = _trials(model, roots, check)
     try:
@@ -573,7 +577,11 @@ def _attention(
         raise ValueError(
             f"{type(module).__name__} passes {name} to its attention function, but our core does not support {name}"
         )
-    core: AdoptedCore = module.core
+    core: AdoptedCore | None = getattr(module, "core", None)
+    if core is None:
+        raise RuntimeError(
+            f"{type(module).__name__} has no core: its model was built from the config of an adopted model, so call adopt_hf(model)"
+        )
     if is_causal is None:  # some modules rely on the mask from transformers (NLLB-MoE, Mllama)
         is_causal = getattr(module, "is_causal", False) or (getattr(module, "is_decoder", False) and not core.is_cross)
     mask, bias, S = _mask_and_bias(core, attention_mask, position_bias, bool(is_causal), query.shape[2], key)

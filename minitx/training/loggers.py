@@ -24,6 +24,7 @@ from minitx.training.checkpoints import clean_up
 from minitx.training.devices import device_name
 from minitx.training.metrics_csv import finite, read_metrics
 from minitx.training.module import TrainingModule
+from minitx.training.optimizers import describe_decay
 
 # --- the folder of a run, with the log of each process
 
@@ -118,13 +119,20 @@ def summary(trainer: L.Trainer, module: TrainingModule, data: DataModule, traini
 
 
 def describe_training(module: TrainingModule, data: DataModule, optimizer: Part, schedule: Part) -> str:
-    """Return the objective with the divisor of its sum, the optimizer with its frozen weights, the schedule and the clipping."""
+    """Return the objective with the divisor of its sum, the optimizer, its frozen weights and decays, the schedule and the clipping."""
     objective, clip = module.objective, module.options.clip
     loss = getattr(objective, "loss", getattr(objective, "func", objective))  # a loss of torch, or a partial function
     divisor = f"sum / {'rows' if unit_of(data.probe_batch(1)['labels']) == 'rows' else 'labels'} of a step"
     name = getattr(loss, "__name__", type(loss).__name__)
-    parts = (f"{name}, {divisor}", describe_part(optimizer), describe_part(schedule), f"clip {clip:g}" if clip else "no clip")
-    return " · ".join(parts)
+    decay = describe_decay(module.make_optimizer(module.network), module.network)
+    parts = (
+        f"{name}, {divisor}",
+        describe_part(optimizer),
+        decay,
+        describe_part(schedule),
+        f"clip {clip:g}" if clip else "no clip",
+    )
+    return " · ".join(filter(None, parts))
 
 
 def describe_part(part: Part) -> str:

@@ -31,7 +31,7 @@ from minitx.training.checkpoints import load_start
 from minitx.training.devices import check_accelerator, cpu_precision, device_of, local_parts, parallelize
 from minitx.training.loggers import describe_part
 from minitx.training.net import Net, build_network
-from minitx.training.optimizers import build_optimizer, check_strategy
+from minitx.training.optimizers import build_optimizer, check_strategy, describe_decay
 from minitx.training.run import build_all, check_evaluation, log_on_rank_zero, with_objects
 from minitx.training.trainer import quiet_lightning
 
@@ -57,12 +57,13 @@ def show_plan(
         check_evaluation(config.evaluation, rows.task, net if is_sharded and config.model.is_object else None)
         callbacks = build_all(config.callbacks, "callbacks", L.Callback, folder=Path(), rows=rows, seed=config.seed)
         check_whole_weights(callbacks, is_sharded=is_sharded)
+        decay = describe_decay(build_optimizer(config.optimizer, network, head_dim=net.head_dim), network)
         plan = make_plan(network, config.optimizer, options, [*callbacks.values()])
     processes = f"{count} processes, {'sharded' if is_sharded else 'ddp'}" if count > 1 else "one process"
     gathered = ", layers that FSDP gathers for their computation" if is_sharded else ""
     lines = {
         "model": net.describe(),
-        "training": describe_part(config.optimizer),
+        "training": " · ".join(filter(None, (describe_part(config.optimizer), decay))),
         "plan": f"{processes}, {precision_of(options)}; each process holds{' at most' if is_sharded else ''}",
         "": plan.table(),
         "excludes": f"activations (they grow with the rows of a micro-batch){gathered}, and the memory of the device's libraries",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any
 
@@ -31,11 +31,11 @@ def adamw(
     rules: Rules = (),
     head_dim: int = 1,
 ) -> torch.optim.AdamW:
-    """Fused AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) for every parameter. Weight decay is not applied to vectors (biases, norms).
+    """Fused AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) for every parameter. Weight decay is not applied to biases, norms and other vectors.
 
     Args:
         lr: the peak learning rate.
-        weight_decay: weight decay, not applied to vectors (biases, norms).
+        weight_decay: weight decay, not applied to biases, norms and other vectors (see ``role_of``).
         betas: decay rates of the two moments.
         eps: added to the square root of the second moment.
         rules: [{match: q_proj, lr: head_dim^-0.25, trainable: true}]: factors by name.
@@ -54,7 +54,7 @@ def sgd(
     rules: Rules = (),
     head_dim: int = 1,
 ) -> torch.optim.SGD:
-    """Fused stochastic gradient descent with momentum for every parameter. Weight decay is not applied to vectors (biases, norms).
+    """Fused stochastic gradient descent with momentum for every parameter. Weight decay is not applied to biases, norms and other vectors.
 
     Args:
         lr: see ``adamw``.
@@ -117,7 +117,7 @@ def parameter_groups(
 ) -> list[dict[str, object]]:
     """Return groups of parameters with equal lr, weight decay and eps and, if ``matrix_lr`` is set, equal update rule (``matrix``).
 
-    Weight decay is not applied to vectors (biases, norms, gains). The first of ``rules`` whose ``match`` is found in a
+    Weight decay is not applied to biases, norms and vectors (``role_of``). The first of ``rules`` whose ``match`` is found in a
     parameter's name applies. ``trainable: false`` freezes the parameter (``requires_grad`` becomes False).
 
     Args:
@@ -138,7 +138,7 @@ def parameter_groups(
             parameter.requires_grad_(False)
             continue
         rate, decay, add = (_factor(rule, key, f"optimizer.rules[{index}]", head_dim) for key in ("lr", "weight_decay", "eps"))
-        decay = decay if parameter.dim() > 1 else 0.0
+        decay = decay if role_of(network, name) in DECAYED else 0.0
         base = matrix_lr if matrix_lr is not None and name in matrices else lr
         groups[base * rate, weight_decay * decay, eps * add, name in matrices].append(parameter)
     if unused:
@@ -148,6 +148,50 @@ def parameter_groups(
         {"params": params, "lr": rate, "weight_decay": decay, "eps": add, **({"matrix": True} if matrix else {})}
         for (rate, decay, add, matrix), params in groups.items()
     ]
+
+
+DECAYED = ("weights", "embeddings")
+"""The roles to which weight decay is applied."""
+
+
+def role_of(network: nn.Module, name: str) -> str:
+    """Return the role of a parameter: ``biases``, ``norms``, ``embeddings``, ``vectors`` or ``weights``.
+
+    The module that owns the parameter decides, not the number of axes: the norms of separate heads and the biases of experts are
+    matrices. A norm is recognised by the name of its class, or its own name, and a bias by its name.
+
+    >>> norms = nn.ModuleDict({"q_norm": nn.LayerNorm((3, 5)), "out": nn.Linear(3, 5)})
+    >>> [role_of(norms, name) for name, _ in norms.named_parameters()]
+    ['norms', 'biases', 'weights', 'biases']
+    """
+    path, _, own = name.rpartition(".")
+    owner = network.get_submodule(path)
+    if "bias" in own:
+        return "biases"
+    if isinstance(owner, nn.Embedding):
+        return "embeddings"
+    if not isinstance(owner, nn.Linear) and "norm" in f"{type(owner).__name__} {path.rpartition('.')[2]}".lower():
+        return "norms"
+    return "weights" if network.get_parameter(name).dim() > 1 else "vectors"
+
+
+def describe_decay(optimizer: torch.optim.Optimizer, network: nn.Module) -> str:
+    """Return which parameters have which weight decay, or "" if it is the same for all.
+
+    >>> network = nn.Linear(3, 5)
+    >>> describe_decay(adamw(network, weight_decay=0.1), network)
+    'weight decay 0.1: 1 weights; 0: 1 biases'
+    """
+    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    counts: dict[float, Counter[str]] = defaultdict(Counter)
+    for group in optimizer.param_groups:
+        known = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
+        counts[group.get("weight_decay", 0.0)].update(role_of(network, name) for name in known)
+    listed = (
+        f"{decay:g}: {', '.join(f'{count} {role}' for role, count in counts[decay].items())}"
+        for decay in sorted(counts, reverse=True)
+    )
+    return f"weight decay {'; '.join(listed)}" if len(counts) > 1 else ""
 
 
 def _factor(rule: ParameterRule, key: str, path: str, head_dim: int) -> float:
@@ -163,13 +207,20 @@ def build_optimizer(part: Part, network: nn.Module, head_dim: int = 1) -> torch.
     """Build the optimizer of a part. Its first argument is the network if the target has a parameter ``network``, else the trainable parameters.
 
     Raises:
-        ConfigError: the target cannot be built, or does not return a ``torch.optim.Optimizer``.
+        ConfigError: the target cannot be built, does not return a ``torch.optim.Optimizer``, or returns one with other weights for
+            evaluation (methods ``train`` and ``eval``).
     """
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     optimizer = part.build(network if "network" in part.names else trained, head_dim=head_dim)
     require(
         isinstance(optimizer, torch.optim.Optimizer),
         f"optimizer._target_={part.name} must return a torch.optim.Optimizer, got {type(optimizer).__name__}",
+    )
+    has_modes = all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+    require(
+        not has_modes,
+        f"optimizer._target_={part.name} has other weights for evaluation than for training (train() and eval()), which is not supported: "
+        "use optimizer=adamw, with callbacks=[default,ema] for averaged weights",
     )
     return optimizer
 
