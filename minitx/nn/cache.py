@@ -180,7 +180,7 @@ class KVCache:
         num_layers: the number of layers of the model.
 
     Attributes:
-        length: the number of positions that were read, padding included.
+        length: the number of positions that were read, padding included. It may be set back, to drop the newest positions.
 
     Raises:
         ValueError: as in ``LayerCache``, or document ids or position ids that are given for some tokens only.
@@ -210,6 +210,8 @@ class KVCache:
 
         A model calls this before its blocks read the new tokens ``ids`` (B, L), and ``advance`` afterwards.
         """
+        if isinstance(self.length, Tensor):  # set back by the caller; each layer would advance a shared tensor in place
+            self.length = int(self.length)
         check_room(self.length, ids.shape[1], self.capacity)
         for layer in self.layers:
             layer.length = self.length  # a failed pass may have advanced some layers

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     GradientAccumulationScheduler,
     LearningRateFinder,
+    ModelCheckpoint,
     StochasticWeightAveraging,
 )
 from lightning.pytorch.plugins import DoublePrecision, MixedPrecision
@@ -145,8 +146,16 @@ NOT_FOR_RUNS = {
 
 
 def check_callbacks(callbacks: Sequence[L.Callback]) -> None:
-    """Raise a ConfigError if a callback is in ``NOT_FOR_RUNS``."""
+    """Raise a ConfigError if a callback is in ``NOT_FOR_RUNS``, or saves by a validation metric before the validation of its step."""
     for callback in callbacks:
+        if isinstance(callback, ModelCheckpoint) and (callback.monitor or "").startswith("val_"):
+            # these have no public attribute; pyproject.toml bounds the version of lightning
+            saves_before = callback._every_n_train_steps or callback._train_time_interval
+            require(
+                not saves_before,
+                f"callbacks: {type(callback).__name__} with every_n_train_steps or train_time_interval saves before the validation of a step, "
+                f"so monitor={callback.monitor} would belong to earlier weights: remove them to save after each validation (trainer.val_every)",
+            )
         for kind, reason in NOT_FOR_RUNS.items():
             if isinstance(callback, kind):
                 raise ConfigError(f"callbacks: {type(callback).__name__} {reason}")

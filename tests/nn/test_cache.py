@@ -164,9 +164,10 @@ def test_a_length_that_is_set_back_gives_the_full_forward_or_an_error(options, l
     for back in range(9):
         cache = network.make_cache(9)
         in_pieces(network, ids[:, :8], [1] * 8, cache)
-        cache.length = back
+        cache.length = accepted = torch.tensor(back)  # as from a comparison of drafts
         with pytest.raises(ValueError, match=f"go back to length {back}") if back in lost else nullcontext(), torch.no_grad():
             assert_same(network(ids[:, back : back + 1], cache=cache), network(ids)[:, back : back + 1])
+            assert (accepted, cache.length) == (back, back + 1)
 
 
 # ---- a forward that fails

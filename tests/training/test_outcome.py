@@ -162,6 +162,7 @@ OTHERS = [
     ("callbacks", "lightning.pytorch.callbacks.BatchSizeFinder", {}, "callbacks: BatchSizeFinder .* set data.batch_size"),
     ("callbacks", "lightning.pytorch.callbacks.LearningRateFinder", {}, "callbacks: LearningRateFinder .* -m optimizer.lr"),
     ("callbacks", "lightning.pytorch.callbacks.BackboneFinetuning", {}, "callbacks: BackboneFinetuning .* optimizer.rules"),
+    ("callbacks", "lightning.pytorch.callbacks.ModelCheckpoint", {"monitor": "val_loss", "every_n_train_steps": 4}, "callbacks: ModelCheckpoint .* earlier weights: remove"),
     ("callbacks", "torch.nn.ReLU", {}, r"callbacks\.own\._target_=torch\.nn\.ReLU must return a Callback of the package lightning, got torch\.nn\.modules\.activation\.ReLU"),
     ("logger", "torch.nn.ReLU", {}, r"logger\.own\._target_=torch\.nn\.ReLU must return a Logger of the package lightning, got torch\.nn\.modules\.activation\.ReLU"),
 ]  # fmt: skip
