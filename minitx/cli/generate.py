@@ -111,7 +111,10 @@ def _generate(config: GenerateConfig) -> None:
         sys.stderr.write("prompts are user messages in the chat template of the checkpoint; template=false ignores it\n")
 
     def answer(prompt: str) -> None:
-        require(bool(prompt) or first_id is not None or bos_id is not None, "prompt is empty: the model needs at least one character")
+        require(
+            bool(prompt) or first_id is not None or bos_id is not None,
+            "prompt is empty: the model needs at least one character",
+        )
         ids: list[Any] = encode_text(tokenizer, prompt, "prompt")
         ids = [first_id, *ids] if first_id is not None else ids or [bos_id]
         stop = options["stop"]

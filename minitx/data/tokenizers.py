@@ -28,7 +28,7 @@ END_OF_TEXT = "<|endoftext|>"
 REPLACEMENT = "\ufffd"
 UNKNOWN_TOKEN = "<unk>"
 LONGEST_WORD = 100_000
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
 # for marks that a tokenizer's folder does not name. The first name is ours; the others are common in published models
 NAMES_OF_MARKS = {
     "pad": ("<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>"),
@@ -76,7 +76,9 @@ class Tokenizer:
         unknown = {UNKNOWN_TOKEN, "[UNK]", getattr(self._model.model, "unk_token", None)}
         vocab, added = self._model.get_vocab(), {token.content for token in self._model.get_added_tokens_decoder().values()}
         stated = {mark: text for mark, text in marks_named(self.special_tokens).items() if text in vocab}
-        self._model.add_special_tokens([text for text in stated.values() if text not in added | unknown])  # words of the vocabulary
+        self._model.add_special_tokens(
+            [text for text in stated.values() if text not in added | unknown]
+        )  # words of the vocabulary
         tokens = self._model.get_added_tokens_decoder().items()
         ids_of = {token.content: i for i, token in tokens}
         names_of = NAMES_OF_MARKS | {mark: (text,) for mark, text in stated.items()}

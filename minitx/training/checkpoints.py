@@ -29,7 +29,7 @@ from minitx.config.training import FOLDER_READER, MODEL, Data, Model
 from minitx.config.training import Objective as ObjectivePart
 from minitx.data import tokenizers
 from minitx.data.lightning_data import load_task
-from minitx.data.task import Task
+from minitx.data.task import Task, numbered_as
 from minitx.data.tokenizers import Tokenizer
 from minitx.nn.changes import joined
 from minitx.training import rank
@@ -235,12 +235,14 @@ class Start(NamedTuple):
         weights: the weights by name.
         shape: the model's config as plain data; None if the model is not one of ours.
         tokenizer: the tokenizer that is stored with the weights, or None.
+        labels: the names of the labels of a classifier, in the order of its head.
         changes: the differences between the model and its config (``Net.changes``).
     """
 
     weights: dict[str, Any]
     shape: dict[str, Any] | None
     tokenizer: Tokenizer | None
+    labels: Sequence[str] = ()
     changes: Sequence[str] = ()
 
 
@@ -270,7 +272,7 @@ def load_start(init_from: InitFrom) -> Start | None:
     model = dict(state["model"])
     shape = model if model.pop("_target_") == MODEL else None
     tokenizer = Tokenizer.from_dict(state["tokenizer"]) if state["tokenizer"] else None
-    return Start(network_weights(checkpoint), shape, tokenizer, () if shape else model.get("changes", ()))
+    return Start(network_weights(checkpoint), shape, tokenizer, state["labels"], () if shape else model.get("changes", ()))
 
 
 def tokenizer_of(init_from: InitFrom, start: Start | None, data: Part) -> Tokenizer | None:
@@ -486,6 +488,7 @@ class Stored:
             ConfigError: the data does not exist, or no longer matches the vocabulary or the learned positions of the model.
         """
         task, _ = load_task(self.part("data"), seed=self.state["config"]["seed"], tokenizer=self.tokenizer)
+        task = numbered_as(task, self.state["labels"])
         net = self.net
         if net.vocab_size is not None and task.model_fields.get("vocab_size", 0) > net.vocab_size:
             raise ConfigError(f"ckpt_path={self.path} was trained on other data: {task.name} has more tokens than the model")

@@ -74,7 +74,7 @@ class Samples(StepCallback):
             f"callbacks.samples.prompts={list(self.prompts)} must be a list of texts, none of them empty",
         )
         first = [] if task.first_id is None else [task.first_id]
-        encode: Any = (options.prompts and task.encode_prompt) or (lambda text: [*first, *task.tokenizer.encode(text)])
+        encode: Any = (options.prompts and task.encode_prompt) or (lambda text: [*first, *self.tokenizer.encode(text)])
         try:
             for prompt in self.prompts:
                 encode_known(task.tokenizer, prompt, "callbacks.samples.prompts")

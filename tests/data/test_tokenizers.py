@@ -18,6 +18,7 @@ from minitx.config import ConfigError
 from minitx.data.tokenizers import (
     LONGEST_WORD,
     NAMES_OF_MARKS,
+    TextStream,
     Tokenizer,
     find_tokenizer,
     fingerprint,
@@ -280,7 +281,9 @@ def test_the_marks_that_a_folder_names_come_before_those_with_a_usual_name(place
     theirs = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="the"))
     theirs.add_special_tokens(words[:4])  # the end mark is a word of the vocabulary
     theirs.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / place).write_text(json.dumps({"bos_token": {"content": "<|begin|>"}, "eos_token": "<|end|>", "mask_token": "[M]"}))
+    (tmp_path / place).write_text(
+        json.dumps({"bos_token": {"content": "<|begin|>"}, "eos_token": "<|end|>", "mask_token": "[M]"})
+    )
     with caplog.at_level("INFO"):
         found = load_tokenizer(tmp_path)
     assert found.mark_ids == {"pad": 0, "bos": 3, "eos": 4, "cls": 1}
