@@ -25,7 +25,7 @@ from minitx.data.tokenizers import Tokenizer, find_tokenizer, token_texts, train
 
 log = logging.getLogger(__name__)
 Batch = dict[str, Tensor]
-_CPU = torch.device("cpu")
+CPU = torch.device("cpu")
 VocabSize = Annotated[int, Bound("be at least 257: the bytes and a mark", lambda size: size > 256)]
 
 VALIDATION_SEED = 20240229
@@ -282,9 +282,9 @@ class MapSplit(Split):
         if isinstance(self.rows, list):
             return [self.rows[i] for i in items]
         rows = []
-        with kept_generators(_CPU):
+        with kept_generators(CPU):
             for place, i in enumerate(items):  # not ``__getitems__``: a row's draws must not depend on the rows before it
-                seed_device(int(draw(place).integers(2**63)), _CPU)
+                seed_device(int(draw(place).integers(2**63)), CPU)
                 rows.append(self.rows[int(i)])
         return rows
 

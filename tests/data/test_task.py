@@ -249,6 +249,11 @@ def test_a_padding_value_that_the_numbers_of_a_row_cannot_hold_is_refused(row, f
         batch_of(split_of([{"x": row, "labels": 1}, {"x": row[:1], "labels": 1}], pad={"x": fill}))
 
 
+def test_rows_of_several_axes_and_other_shapes_are_refused_with_the_way_to_pad_them():
+    with pytest.raises(ConfigError, match=r"^mine: rows have x of shapes \(2, 3\) and \(4, 3\): .*collate_fn"):
+        batch_of(split_of([{"x": np.zeros((n, 3)), "labels": 1} for n in (2, 4)]))
+
+
 def test_values_in_half_precision_or_with_a_gradient_are_read_at_any_rank():
     for change in (torch.Tensor.bfloat16, torch.Tensor.requires_grad_, lambda values: values.requires_grad_().bfloat16()):
         rows = [{"x": change(torch.full((2, 3), 0.5)), "labels": change(torch.tensor(1.0))}] * 2
