@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -12,7 +13,7 @@ from minitx.config import ConfigError, Part, TrainerConfig
 from minitx.config.schema import require
 from minitx.data.batches import AddressedLoader, Addresses, Source, TrainSource, ValSource
 from minitx.data.lightning_data import load_task
-from minitx.data.task import Batch, Split, Task, as_split, position_texts
+from minitx.data.task import Batch, Split, Task, as_split, numbered_as, position_texts
 from minitx.data.tokenizers import Tokenizer
 from minitx.nn.transfer import is_pinned_for
 
@@ -49,10 +50,17 @@ class DataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         self.repeat_first = repeat_first
-        self.task, self.batch_size, self.num_workers, self.seed = task, batch_size, num_workers, seed
+        self.batch_size, self.num_workers, self.seed = batch_size, num_workers, seed
         self.max_steps, self.accumulate, self._val_batch_size = max_steps, accumulate, val_batch_size
-        has_rows = not callable(task.train) and not hasattr(task.train, "source")
+        self._read(task)
+
+    def _read(self, task: Task) -> None:
+        self.task, has_rows = task, not callable(task.train) and not hasattr(task.train, "source")
         self._train, self._val = as_split(task, "train") if has_rows else task.train, as_split(task, "val")
+
+    def number_labels_as(self, names: Sequence[str]) -> None:
+        """Number the labels as in ``names``, the labels of a trained head. See ``numbered_as``."""
+        self._read(numbered_as(self.task, names))
 
     def train_source(self, world: int = 1) -> Source:
         """Return the training batches for ``world`` ranks."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from glob import escape, glob
 from itertools import chain
@@ -28,7 +29,8 @@ def load_tables(
 
     Args:
         path: a file (.txt, .csv, .tsv, .json, .jsonl, .parquet), several of them (``data/*.jsonl``), a folder, or a name on the
-            Hugging Face hub. Each line of a text file is a row with the column ``text``.
+            Hugging Face hub. Each line of a text file is a row with the column ``text``. In all text files, a line ends with ``\\n``,
+            ``\\r\\n`` or ``\\r``.
         val_path: the table of validation rows; ``null``: see ``val_split``.
         subset: the name of a data set, if ``path`` on the hub has several.
         split: the training split. A local file has one split, ``train``. Slices such as ``train[:10%]`` are allowed.
@@ -138,6 +140,14 @@ def _reader(
     if kind is None and (len(suffixes) > 1 or suffixes[0] not in READERS):
         raise ConfigError(f"{option} must have one of the suffixes {', '.join(READERS)}, got {', '.join(suffixes)}")
     require(any(Path(file).stat().st_size for file in files), f"{option} is empty")
+    if kind == "text":  # line n of one file belongs to line n of another
+        for file in files:
+            content = Path(file).read_bytes()
+            if within := re.search(rb"\r(?!\n)", content):
+                raise ConfigError(
+                    f"{option} has a carriage return within line {content.count(bytes([10]), 0, within.start()) + 1}, which would end the "
+                    "line here, but not in other programs, so lines would not belong together: remove it (tr -d '\\r')"
+                )
     kind = kind or READERS[suffixes[0]]
     return {"path": kind, **_reading(kind, "," if suffixes == [".csv"] else "\t", texts, header)}
 

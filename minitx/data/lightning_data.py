@@ -11,14 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 from filelock import FileLock
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from minitx.config import ConfigError, Part, TrainerConfig
 from minitx.config.schema import require
-from minitx.data.task import Batch, Draw, Split, Task, kept_generators, rows_at, seed_device
+from minitx.data.task import CPU, Batch, Draw, Split, Task, kept_generators, rows_at, seed_device
 from minitx.data.tokenizers import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -26,7 +25,6 @@ log = logging.getLogger(__name__)
 FIRST_INPUT = "inputs"
 """The key of the first tensor of a pair. It is passed to the first parameter of a network's ``forward``."""
 
-_CPU = torch.device("cpu")
 _BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
@@ -82,8 +80,8 @@ class Collated(Split):
 
     def collate(self, items: np.ndarray, draw: Draw) -> Batch:
         """See ``Split``."""
-        with kept_generators(_CPU):
-            seed_device(int(draw(0).integers(2**63)), _CPU)
+        with kept_generators(CPU):
+            seed_device(int(draw(0).integers(2**63)), CPU)
             batch = self.make(rows_at(self.rows, items))
         if isinstance(batch, tuple | list) and [isinstance(part, Tensor) for part in batch] == [True, True]:
             return {FIRST_INPUT: batch[0], "labels": batch[1]}

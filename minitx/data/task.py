@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
 from typing import Annotated, Any
@@ -22,8 +23,9 @@ from minitx.config import IGNORED, ConfigError
 from minitx.config.schema import Bound, Fraction, check_choice, read, require
 from minitx.data.tokenizers import Tokenizer, find_tokenizer, token_texts, train_tokenizer
 
+log = logging.getLogger(__name__)
 Batch = dict[str, Tensor]
-_CPU = torch.device("cpu")
+CPU = torch.device("cpu")
 VocabSize = Annotated[int, Bound("be at least 257: the bytes and a mark", lambda size: size > 256)]
 
 VALIDATION_SEED = 20240229
@@ -61,8 +63,8 @@ class Task:
     """A data set for training and validation. The functions of this package return a ``Task``, and your own function can, too.
 
     A split is a map-style data set: a list, a torch ``Dataset`` or a ``datasets.Dataset``. ``split[i]`` is a dict of tensors,
-    arrays, numbers or lists of numbers. It must contain ``labels``, with −100 at positions that do not count; bools in a
-    list of labels become 0 and 1. A split may also have:
+    arrays, numbers or lists of numbers. It must contain ``labels``, with −100 at positions that do not count (NaN if labels are
+    floating-point numbers); bools in a list of labels become 0 and 1. A split may also have:
 
     * ``row(i, generator)``, used instead of ``[i]``, with a ``numpy.random.Generator`` for random draws. Draws from it, and draws of
       ``[i]`` from the generators of Python, NumPy and torch, depend on (seed, step, row), or in validation only on the row.
@@ -79,7 +81,7 @@ class Task:
             determines the metrics of an evaluation, and the models that fit.
         train, val: the splits. test: a third split, for ``evaluation.test``, or None.
         pad: padding values by key, for rows of different lengths. A key needs an entry here, in ``key_masks`` or in the table
-            ``PAD`` (``labels``: −100; ``token_type_ids`` ...). A key of ``key_masks`` without an entry here is padded with 0.
+            ``PAD`` (``labels``: −100 for whole numbers; ``token_type_ids`` ...). A key of ``key_masks`` without an entry here is padded with 0.
         key_masks: the keys that get a bool mask (True = real), and the names of the masks in the batch.
         bucket: put rows of similar length into the same batch.
         longest: the number of tokens of the longest row. A model with learned positions needs at least this many. ``None``: unknown.
@@ -166,6 +168,8 @@ class Split(ABC):
 class MapSplit(Split):
     """A map-style data set as a ``Split``. See ``Task``."""
 
+    _has_warned = False
+
     def __init__(self, rows: Any, task: Task) -> None:
         # the task is not stored, because its baselines are lambdas and cannot be pickled
         self.rows, self.name, self.pad, self.key_masks = rows, task.name, task.pad, task.key_masks
@@ -211,6 +215,15 @@ class MapSplit(Split):
         first = values[0]
         try:
             rows = [_array(value) for value in values]
+            other = next((row.shape for row in rows if row.shape != rows[0].shape and row.ndim == rows[0].ndim > 1), None)
+            require(
+                other is None,
+                f"{self.name}: rows have {key} of shapes {rows[0].shape} and {other}: pad them in the data set, or use a "
+                "LightningDataModule, whose loaders have a collate_fn",
+            )
+            if key == "labels" and not self._has_warned and any(row.dtype.kind == "f" and np.isnan(row).any() for row in rows):
+                log.warning("%s: labels that are NaN do not count", self.name)
+                self._has_warned = True
             array = self._padded(key, rows) if rows[0].ndim == 1 else np.stack(rows)
         except ConfigError:
             raise
@@ -238,6 +251,10 @@ class MapSplit(Split):
         if kind.kind in "iu" or (kind.kind == "b" and fill not in (0, 1)):
             kind = np.dtype(np.int64)
             rows = [row.astype(kind) for row in rows]
+        require(
+            key != "labels" or kind.kind != "f" or "labels" in self.pad or len({len(row) for row in rows}) == 1,
+            f"{self.name}: {fill} can be a label, because labels are {kind}: set Task(pad={{'labels': math.nan}}), because NaN does not count",
+        )
         require(_can_store(kind, fill), f"{self.name}: {key} is {kind}, so its padding value in Task.pad cannot be {fill}")
         return padded(rows, fill)
 
@@ -264,9 +281,9 @@ class MapSplit(Split):
         if isinstance(self.rows, list):
             return [self.rows[i] for i in items]
         rows = []
-        with kept_generators(_CPU):
+        with kept_generators(CPU):
             for place, i in enumerate(items):  # not ``__getitems__``: a row's draws must not depend on the rows before it
-                seed_device(int(draw(place).integers(2**63)), _CPU)
+                seed_device(int(draw(place).integers(2**63)), CPU)
                 rows.append(self.rows[int(i)])
         return rows
 
@@ -289,13 +306,83 @@ def rows_at(rows: Any, items: np.ndarray) -> list[Any]:
     return at_once(items.tolist()) if at_once else [rows[int(i)] for i in items]
 
 
-def num_targets(labels: Tensor) -> Tensor:
-    """Return the number of elements of ``labels`` that are not -100, 0-d int64. Losses are divided by it.
+class Renumbered(Split):
+    """A split whose labels l ≥ 0 become ``numbers[l]``."""
 
-    >>> int(num_targets(torch.tensor([[1, -100], [2, 3]]))), int(num_targets(torch.zeros(2, 3)))
-    (3, 6)
+    def __init__(self, split: Split, numbers: Sequence[int]) -> None:
+        self.split, self.numbers, self.key_masks = split, torch.tensor(numbers), split.key_masks
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    @property
+    def lengths(self) -> np.ndarray:  # type: ignore[override]
+        """See ``Split``."""
+        return self.split.lengths
+
+    def order(self, epoch: int, random: np.random.Generator) -> np.ndarray:
+        """See ``Split``."""
+        return self.split.order(epoch, random)
+
+    def count(self, items: np.ndarray) -> int | None:
+        """See ``Split``."""
+        return self.split.count(items)
+
+    def collate(self, items: np.ndarray, draw: Draw) -> Batch:
+        """See ``Split``."""
+        batch = self.split.collate(items, draw)
+        labels = batch["labels"]
+        return {**batch, "labels": torch.where(labels < 0, labels, self.numbers[labels.clamp(min=0)])}
+
+
+def numbered_as(task: Task, names: Sequence[str]) -> Task:
+    """Return the task with its labels numbered as in ``names``, the labels of a trained head.
+
+    Labels that are whole numbers already number the head's labels. Names such as LABEL_0 do not name a label.
+
+    Raises:
+        ConfigError: a label of the data is not among ``names``, or is a larger number.
     """
-    return (labels != IGNORED).sum()
+    ours = task.label_names
+    if not ours or not names:
+        return task
+    known, unnamed = {name.casefold(): number for number, name in enumerate(names)}, len(names)
+    no_names = list(names) == [f"LABEL_{number}" for number in range(len(names))]
+    numbers = [known.get(name.casefold(), unnamed) for name in ours]
+    if all(map(str.isdecimal, ours)) and not any(map(str.isdecimal, names)):
+        numbers = [*map(int, ours)]
+    elif no_names:
+        numbers = [*range(len(ours))]
+    require(
+        max(numbers) < len(names),
+        f"{task.name} has {len(ours)} labels ({', '.join(ours)}), but the trained head has {len(names)} ({', '.join(names)}): "
+        "rename the labels, or make a new head with model=hf model.path=FOLDER model.new_head=true",
+    )
+    changed: dict[str, Any] = {
+        name: getattr(task, name) for name in ("train", "val", "test") if getattr(task, name) is not None
+    }
+    if numbers != [*range(len(ours))]:
+        changed = {name: Renumbered(as_split(task, name), numbers) for name in changed}
+    label_names = tuple(ours if no_names and len(ours) == len(names) else names)
+    named = {label: label_names[number] for label, number in zip(ours, numbers, strict=True)}
+    for name in ("val_examples", "test_examples"):
+        changed[name] = [(text, named[label]) for text, label in getattr(task, name)]
+    fields = {**task.model_fields, "num_labels": len(names)}
+    return replace(task, **changed, label_names=label_names, model_fields=fields)
+
+
+def counting(labels: Tensor) -> Tensor:
+    """Return which elements of ``labels`` count, bool in their shape: all but -100, or of floating-point labels all but NaN."""
+    return ~labels.isnan() if labels.is_floating_point() else labels != IGNORED
+
+
+def num_targets(labels: Tensor) -> Tensor:
+    """Return the number of elements of ``labels`` that count, 0-d int64. Losses are divided by it.
+
+    >>> int(num_targets(torch.tensor([[1, -100], [2, 3]]))), int(num_targets(torch.tensor([-100.0, math.nan])))
+    (3, 1)
+    """
+    return counting(labels).sum()
 
 
 def without_targets(batch: Batch) -> Batch:

@@ -65,7 +65,8 @@ def pairs(
 
     Args:
         path, val_path, subset, split, val_split: see ``load_tables``.
-        target_path: a text file with the targets of ``path``, line by line; ``null`` if ``path`` has two columns.
+        target_path: a text file with the targets of ``path``, line by line; ``null`` if ``path`` has two columns. A carriage return
+            within a line of either file is refused.
         val_target_path: the targets of ``val_path``.
         test_path: pairs for the test split, as in ``val_path``; ``null``: no test split.
         test_target_path: the targets of ``test_path``.

@@ -73,6 +73,7 @@ def pretrained_hf(
     fold_scale: bool = False,
     lora: Count | Lora | None = None,
     attention: Attention = "sdpa",
+    new_head: bool = False,
     num_labels: int | None = None,
     pad_id: int | None = None,
     tokenizer: Any = None,
@@ -93,7 +94,9 @@ def pretrained_hf(
         lora: train only a low-rank adapter (Hu et al. 2021, arXiv:2106.09685), with the package ``peft``. A number is the rank r, with
             ``lora_alpha`` = 2r on all linear layers but the head. ``Lora`` has more arguments.
         attention: the attention implementation of a model that is not adopted.
-        num_labels: the number of labels, for ``classify`` and ``tag``. In a run, the data decide.
+        new_head: for ``classify`` and ``tag``: a new head in place of the folder's. Otherwise the labels of the data are numbered as in
+            the folder's ``id2label``.
+        num_labels: the number of labels of a new head. In a run, the data decide.
         pad_id: the id of padding in the data, instead of the config's. In a run, the data decide.
         tokenizer: the tokenizer of the data. In a run, the data decide.
 
@@ -109,7 +112,7 @@ def pretrained_hf(
     _check_words(task, attention)
     folder = find_folder(path)
     _check_tokenizer(folder, tokenizer)
-    model = load_folder(folder, task, **({} if num_labels is None else {"num_labels": num_labels}))
+    model = load_folder(folder, task, num_labels, new_head)
     if pad_id is not None:
         model.config.pad_token_id = pad_id  # classifiers built on decoders use it to find the last token
     options = {"task": task, "adopt": adopt, "scale": scale, "lora": lora, "attention": attention}
@@ -175,14 +178,24 @@ def _finished(model: Any, options: dict[str, Any], fold_scale: bool = False, lev
     return model
 
 
-def load_folder(folder: Path, task: str | None = None, **options: Any) -> Any:
+def load_folder(folder: Path, task: str | None = None, num_labels: int | None = None, new_head: bool = False) -> Any:
     """Return the model of a folder for ``task``, in evaluation mode, in float32 and with eager attention. See ``pretrained_hf``."""
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder} has no config.json, so it is not a Hugging Face folder")
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     with quiet() as transformers:
         try:
-            kind = _class_for(transformers.AutoConfig.from_pretrained(folder, **local), task)
+            config = transformers.AutoConfig.from_pretrained(folder, **local)
+            kind, options = _class_for(config, task), dict[str, Any]()
+            suffix = TASKS.get(task or "", "").removeprefix("AutoModel")
+            new_head = task in ("classify", "tag") and (new_head or not (config.architectures or [""])[0].endswith(suffix))
+            if new_head and num_labels is not None:
+                names = {number: f"LABEL_{number}" for number in range(num_labels)}
+                options = {
+                    "id2label": names,
+                    "label2id": {name: i for i, name in names.items()},
+                    "ignore_mismatched_sizes": True,
+                }
             model, loading = kind.from_pretrained(
                 folder,
                 dtype="float32",
@@ -194,12 +207,16 @@ def load_folder(folder: Path, task: str | None = None, **options: Any) -> Any:
             )
         except Exception as error:  # transformers raises many kinds
             raise ValueError(f"{folder} cannot be read by transformers: {first_line(error)}") from error
+    inside = f"{model.base_model_prefix}."
     missing = sorted(loading["missing_keys"])
-    new_head = task in ("classify", "tag") and not any(re.search(r"\.\d+\.", name) for name in missing)  # not part of a layer
-    if missing and not new_head:
+    if missing and not (new_head and not any(re.search(r"\.\d+\.", name) for name in missing)):  # not part of a layer
         raise ValueError(f"{folder} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}")
-    if missing:
-        log.info("model: %s lacks these weights, so they are new: %s", folder, ", ".join(missing))
+    other = {*missing, *(key for key, *_ in loading["mismatched_keys"])}  # transformers has drawn these
+    head = [name for name, _ in model.named_parameters() if not name.startswith(inside)] if new_head else []
+    for layer in {model.get_submodule(name.rpartition(".")[0]) for name in head if name not in other}:
+        layer.reset_parameters()
+    if other or head:
+        log.info("model: these weights are new, not those of %s: %s", folder, ", ".join(sorted({*other, *head})))
     return model.eval()
 
 

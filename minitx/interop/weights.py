@@ -93,8 +93,8 @@ def load_hf(
 
 def read_folder(
     name: str, overrides: Mapping[str, Any], ignore: Sequence[str]
-) -> tuple[dict[str, Tensor], dict[str, Any], Tokenizer | None] | None:
-    """Return the weights, the config and the tokenizer (or None) of a folder or a model on the hub, for ``init_from``.
+) -> tuple[dict[str, Tensor], dict[str, Any], Tokenizer | None, list[str]] | None:
+    """Return the weights, the config, the tokenizer (or None) and the labels of a folder or a model on the hub, for ``init_from``.
 
     None: ``name`` is neither a folder nor a name on the hub. For the arguments and errors, see ``load_hf``.
     """
@@ -105,7 +105,8 @@ def read_folder(
         raise FileNotFoundError("it is a folder without config.json")
     model = load_hf(folder, overrides=overrides, ignore=ignore)
     tokenizer = load_tokenizer(folder) if (folder / TOKENIZER).is_file() else None
-    return dict(model.state_dict()), to_dict(model.config), tokenizer
+    labels = read_json(folder / "config.json").get("id2label") or {}
+    return dict(model.state_dict()), to_dict(model.config), tokenizer, [labels[number] for number in sorted(labels, key=int)]
 
 
 def save_hf(

@@ -29,7 +29,7 @@ from minitx.config.training import FOLDER_READER, MODEL, Data, Model
 from minitx.config.training import Objective as ObjectivePart
 from minitx.data import tokenizers
 from minitx.data.lightning_data import load_task
-from minitx.data.task import Task
+from minitx.data.task import Task, numbered_as
 from minitx.data.tokenizers import Tokenizer
 from minitx.nn.changes import joined
 from minitx.training import rank
@@ -244,6 +244,7 @@ class Start:
         weights: the weights by name.
         shape: the model's config as plain data; None if the model is not one of ours.
         tokenizer: the tokenizer that is stored with the weights, or None.
+        labels: the names of the labels of a classifier, in the order of its head.
         changes: the differences between the model and its config (``Net.changes``).
     """
 
@@ -252,6 +253,7 @@ class Start:
     weights: dict[str, Any]
     shape: dict[str, Any] | None
     tokenizer: Tokenizer | None
+    labels: Sequence[str] = ()
     changes: Sequence[str] = ()
 
     def tokenizer_for(self, data: Part) -> Tokenizer | None:
@@ -327,8 +329,8 @@ def load_start(init_from: InitFrom) -> Start | None:
         except (ImportError, OSError, ValueError, AttributeError) as error:
             raise ConfigError(f"init_from.path={path} cannot be loaded: {error}") from error
         if content is not None:
-            weights, shape, tokenizer = content
-            return Start(path=path, fold_scale=init_from.fold_scale, weights=weights, shape=shape, tokenizer=tokenizer)
+            parts = dict(zip(("weights", "shape", "tokenizer", "labels"), content, strict=True))
+            return Start(path=path, fold_scale=init_from.fold_scale, **parts)
     if overrides or init_from.ignore:
         raise ConfigError(
             f"init_from.overrides and init_from.ignore are only for a Hugging Face folder, but init_from.path={path} is not one"
@@ -343,6 +345,7 @@ def load_start(init_from: InitFrom) -> Start | None:
         weights=network_weights(checkpoint),
         shape=shape,
         tokenizer=Tokenizer.from_dict(state["tokenizer"]) if state["tokenizer"] else None,
+        labels=state["labels"],
         changes=() if shape else model.get("changes", ()),
     )
 
@@ -494,6 +497,7 @@ class Stored:
             ConfigError: the data does not exist, or no longer matches the vocabulary or the learned positions of the model.
         """
         task, _ = load_task(self.part("data"), seed=self.state["config"]["seed"], tokenizer=self.tokenizer)
+        task = numbered_as(task, self.state["labels"])
         net = self.net
         if net.vocab_size is not None and task.model_fields.get("vocab_size", 0) > net.vocab_size:
             raise ConfigError(f"ckpt_path={self.path} was trained on other data: {task.name} has more tokens than the model")

@@ -191,6 +191,11 @@ class Net:
     # --- names and parts
 
     @property
+    def label_names(self) -> Sequence[str]:
+        """The names of the labels that the network states, in the order of its head."""
+        return ()
+
+    @property
     def title(self) -> str:
         """The title for figures of this network."""
         return self.kind
@@ -376,6 +381,11 @@ class OfTransformers(Net):
     def context_of(self, data: Mapping[str, Any]) -> int | None:
         return None
 
+    @property
+    def label_names(self) -> Sequence[str]:
+        names = stated(self.model.config, "id2label", dict) or {}
+        return [names[number] for number in sorted(names)]
+
     @torch.no_grad()
     def check_documents(self, batch: Batch) -> None:
         """Check on a few tokens of the first row that tokens of one document do not change the logits of another."""
@@ -476,6 +486,7 @@ def build_network(part: Part, data: DataModule, precision: str = "32-true") -> n
             "train it with Lightning's Trainer and import blocks of minitx, or pass its network as model"
         )
     net = Net.of(model)
+    data.number_labels_as(net.label_names)
     fields = decided_fields(data.task)
     net.check_sizes(fields, max(data.task.longest or 0, *(fields.get(name, 0) for name in _LENGTHS)))
     if parts := net.train():

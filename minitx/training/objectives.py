@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from minitx.config import IGNORED, ConfigError, Part
 from minitx.config.schema import Count, Share, require
-from minitx.data.task import Batch, num_targets, select_rows
+from minitx.data.task import Batch, counting, num_targets, select_rows
 
 log = logging.getLogger(__name__)
 
@@ -259,12 +259,12 @@ class TorchLoss(nn.Module):
     def __init__(self, loss: Any) -> None:
         super().__init__()
         self.loss = loss
-        if not isinstance(loss, _OF_CLASSES):  # one loss per label, so that labels of -100 can be masked
+        if not isinstance(loss, _OF_CLASSES):  # one loss per label, so that labels that do not count can be masked
             self.loss = copy(loss)
             self.loss.reduction = "none"
 
     def forward(self, logits: Tensor, batch: Batch) -> Sums:
-        """Return the loss of (logits, labels), over the labels that are not -100.
+        """Return the loss of (logits, labels), over the labels that count: not -100, or not NaN.
 
         Raises:
             ConfigError: the shapes of logits and labels do not match the kind of loss, or the loss returns one number for
@@ -283,7 +283,7 @@ class TorchLoss(nn.Module):
             logits.shape == labels.shape,
             f"objective: {name} compares each logit with its label, so the logits must have the shape of the labels; got {shapes}",
         )
-        ignored = labels == IGNORED
+        ignored = ~counting(labels)
         losses = self.loss(logits, labels.masked_fill(ignored, 0))
         require(
             losses.shape == labels.shape,

@@ -27,10 +27,10 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
 
-from minitx.config import IGNORED, ConfigError, Part, TrainerConfig
+from minitx.config import ConfigError, Part, TrainerConfig
 from minitx.config.schema import first_line
 from minitx.data.datamodule import DataModule
-from minitx.data.task import Batch, Draw, Split, kept_generators, num_targets, select_rows
+from minitx.data.task import Batch, Draw, Split, counting, kept_generators, num_targets, select_rows
 from minitx.nn.modes import evaluating
 from minitx.training.checkpoints import load_weights, network_weights, read_checkpoint
 from minitx.training.devices import device_of
@@ -117,7 +117,7 @@ class TwoRows(Split):
 
     def __init__(self, batch: Batch) -> None:
         labels = batch["labels"].flatten(1) if batch["labels"].dim() > 1 else batch["labels"][:, None]
-        counts = (labels != IGNORED).sum(1)
+        counts = counting(labels).sum(1)
         rows = [row for row in counts.argsort(stable=True).tolist() if counts[row]] or [0]
         other = next((row for row in reversed(rows) if not labels[row].equal(labels[rows[0]])), rows[-1])
         chosen = select_rows(batch, [rows[0], other])

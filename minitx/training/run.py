@@ -217,9 +217,10 @@ def built(config: RunConfig) -> Iterator[Run]:
 
 def open_parts(config: RunConfig) -> tuple[RunConfig, DataModule, nn.Module]:
     """Return the config with epochs converted to steps, the data, and the network with the weights of ``init_from``."""
-    start = load_start(config.init_from)  # for the tokenizer and the weights; freed when this function returns
+    start = load_start(config.init_from)  # for the tokenizer, the labels and the weights; freed when this function returns
     tokenizer = None if start is None else start.tokenizer_for(config.data)
     rows = open_data(config.data, config.trainer, seed=config.seed, tokenizer=tokenizer)
+    rows.number_labels_as(() if start is None else start.labels)
     network = build_network(config.model, rows, config.trainer.precision)
     if start is not None:
         start.load_into(network)

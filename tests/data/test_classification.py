@@ -6,6 +6,7 @@ import pytest
 from minitx.config import ConfigError
 from minitx.data import classify
 from minitx.data.classification import bag_of_words_accuracy
+from minitx.data.task import as_split, numbered_as
 from tests.data.conftest import total_left_out
 
 
@@ -103,3 +104,38 @@ def test_naive_bayes_agrees_with_scikit_learn():
     wanted = judge.score(vectors.transform(texts[cut:]), labels[cut:])
     assert bag_of_words_accuracy(texts[:cut], labels[:cut], texts[cut:], labels[cut:]) == pytest.approx(wanted)
     assert 0.25 < wanted < 0.9
+
+
+@pytest.mark.parametrize(
+    ("ours", "head", "wanted"),
+    [
+        ("a b c", "c a b", [1, 2, 0]),
+        ("negative positive", "POSITIVE neutral NEGATIVE", [2, 0]),
+        ("0 2", "red green blue", [0, 2]),  # the numbers of a head's labels
+        ("0 2", "LABEL_0 LABEL_1 LABEL_2", [0, 2]),
+        ("a b", "LABEL_0 LABEL_1", [0, 1]),  # these state no order
+        ("1 3", "1 2 3", [0, 2]),
+        ("a b", "", [0, 1]),
+        ("a b c", "b a", None),
+        ("0 1 2", "b a", None),
+        ("0 1", "1 2", None),
+        ("a b c", "LABEL_0 LABEL_1", None),
+    ],
+)
+def test_labels_are_numbered_as_in_a_trained_head(write_text, offline_datasets, ours, head, wanted):
+    names, head = ours.split(), head.split()
+    lines = "\n".join(f"word {n},{names[n % len(names)]}" for n in range(40))
+    plain = classify(path=write_text(f"text,label\n{lines}\n", "a.csv"), tokenizer="char", val_fraction=0.2)
+    if wanted is None:
+        with pytest.raises(
+            ConfigError, match=rf"has {len(names)} labels .*, but the trained head has {len(head)} .*new_head=true"
+        ):
+            numbered_as(plain, head)
+        return
+    task = numbered_as(plain, head)
+    for split in ("train", "val"):
+        both = [as_split(each, split) for each in (plain, task)]
+        before, after = (each.collate(np.arange(len(each)), None)["labels"].tolist() for each in both)
+        assert after == [wanted[label] for label in before]
+    assert [name for _, name in task.val_examples] == [task.label_names[label] for label in after]
+    assert task.model_fields["num_labels"] == len(head or names)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import os
+import random
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
+import numpy as np
 import torch
 from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor, nn
 
+from minitx.data.task import Task
 from tests.lattice.inside import network_of, train_or_refuse
 
 Batch = dict[str, Any]
@@ -34,6 +37,24 @@ class OwnModel(nn.Module):
     def forward(self, input_ids: Tensor, key_mask: Tensor | None = None) -> Tensor:
         x = self.embed(input_ids)
         return self.head(self.norm(x + self.drop(self.inner(x).tanh())))
+
+
+class NoisyRows:
+    """Rows whose tokens are drawn when they are read, as augmentations are, with the generators of NumPy, Python and torch."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        drawn = [np.random.randint(9), random.randrange(9), *torch.randint(9, (5,)).tolist()]
+        return {"input_ids": [row % 9, *drawn[:-1]], "labels": [label if torch.rand(()) < 0.8 else -100 for label in drawn]}
+
+
+def noisy() -> Task:
+    """A task of ``NoisyRows``."""
+    return Task(
+        name="noisy", kind="language_model", train=NoisyRows(), val=NoisyRows(), longest=7, model_fields={"vocab_size": 9}
+    )
 
 
 @dataclass

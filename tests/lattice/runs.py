@@ -64,6 +64,7 @@ CACHED = "data.cache_dir=HOME/cache"
 DATA = {
     "text": f"data=text data.path=HOME/text.txt data.context_len=7 {CACHED}",
     "drawn": "data=kv_lookup data.num_keys=5 data.num_values=3 data.num_pairs=4 data.val_size=8",
+    "noisy": f"data._target_={PARTS}.noisy",
     "packed": f"data=hf data.path=HOME/documents.jsonl data.context_len=15 {CACHED}",
     "padded": f"data=hf data.path=HOME/documents.jsonl data.context_len=15 data.packing=false {CACHED}",
     "stream": f"data=hf data.path=HOME/documents.jsonl data.context_len=15 data.streaming=true data.val_rows=3 {CACHED}",
@@ -1018,7 +1019,17 @@ def moments_in(path: Path) -> dict[str, Tensor]:
     }
 
 
-ROWS = {"text": 60, "packed": 71, "padded": 104, "masked": 61, "classify": 54, "pairs": 55, "pictures": 1438, "chat": 54}
+ROWS = {
+    "noisy": 40,
+    "text": 60,
+    "packed": 71,
+    "padded": 104,
+    "masked": 61,
+    "classify": 54,
+    "pairs": 55,
+    "pictures": 1438,
+    "chat": 54,
+}
 """Training rows, where they have a number."""
 
 ROWS_WITH_OTHERS = {"packed": 80, "padded": 117, "classify": 60, "pairs": 60, "chat": 60}
@@ -1089,14 +1100,14 @@ MEANINGLESS: tuple[dict[str, str], ...] = (
     {**OURS_ALONE, "start": "folded"},
     {"optimizer": "Adam|NAdam|SGD", "rules": "frozen|factor"},  # a key of our optimizers
     {"network": "own", "data": "drawn|classify|pairs|pictures"},  # the model answers each token of a text
-    {"files": "others", "data": "text|drawn|masked|pictures"},
+    {"files": "others", "data": "text|drawn|noisy|masked|pictures"},
     {"network": "hf|lora", "data": "!text|packed|padded|stream"},
     {"network": "hf|lora", "start": "init_from"},  # model.path names the weights
     {"asked": TESTED, "data": "!text|pairs"},  # pairs alone have a test split; text stands for the others
 )
 REFUSALS = (
     Refusal({"asked": TESTED, "data": "text"}, "the data has no test split"),
-    Refusal({"asked": "samples", "data": "drawn"}, "needs data with a tokenizer"),
+    Refusal({"asked": "samples", "data": "drawn|noisy"}, "needs data with a tokenizer"),
     Refusal({"asked": "samples", "data": "pictures"}, "needs data with a tokenizer"),
     Refusal({"asked": "samples", "data": "masked|classify"}, "decoder or encoder-decoder of minitx, got encoder"),
     Refusal({"asked": "samples", **OURS_ALONE}, "decoder or encoder-decoder of minitx, got"),

@@ -22,7 +22,7 @@ from minitx.data.tokenizers import train_tokenizer
 from minitx.interop import hf_from_config, pretrained_hf
 from minitx.interop.finetune import Lora
 from minitx.training.checkpoints import load_model, load_stored
-from minitx.training.run import train
+from minitx.training.run import open_parts, train
 from tests.ablation.pretended_runs import Here
 
 transformers = pytest.importorskip("transformers", reason="Hugging Face models need the package transformers")
@@ -285,3 +285,27 @@ def test_weights_that_are_missing_are_refused(words, folders, tmp_path):
     for data in ("hf", "classify"):
         with pytest.raises(ConfigError, match=r"lacks .* such as .*"):
             train(compose_config(words("llama", f"model.path={tmp_path / 'torn'}", data=data)), tmp_path / "run")
+
+
+def test_a_trained_head_numbers_the_labels_unless_a_new_one_is_asked_for(words, folders, tmp_path):
+    tokenizer = train_tokenizer("char", [WORDS], marks=["pad", "eos", "cls"])
+    names = {"id2label": {0: "b", 1: "a"}, "label2id": {"b": 0, "a": 1}}
+    size = {"vocab_size": tokenizer.vocab_size, "pad_token_id": tokenizer.mark_ids["pad"], **WIDE}
+    theirs = transformers.BertForSequenceClassification(transformers.BertConfig(**size, **names))
+    theirs.save_pretrained(tmp_path / "head")
+    tokenizer.save(tmp_path / "head" / "tokenizer.json")
+    chosen = words(tmp_path / "head", data="classify")
+    starts = [word for word in chosen if not word.startswith("model")] + [f"init_from.path={tmp_path / 'head'}"]
+    networks = []
+    for line, order in ((chosen, "ba"), (starts, "ba"), ([*chosen, "model.new_head=true"], "ab")):
+        _, rows, network = open_parts(compose_config(line))
+        assert rows.task.label_names == (*order,)
+        labels = rows.probe_batch(3)["labels"]
+        assert [order[label] for label in labels] == ["ab"[len(text) % 2] for text in DOCUMENTS[:3]]
+        networks.append(network)
+    kept, new = (network.classifier.weight for network in (networks[0], networks[2]))
+    assert torch.equal(kept, theirs.classifier.weight) and not torch.equal(new, kept)
+    assert torch.equal(networks[2].bert.pooler.dense.weight, theirs.bert.pooler.dense.weight)
+    train(compose_config(chosen), tmp_path / "run")
+    stored = load_stored(tmp_path / "run" / "checkpoints" / "last.ckpt")
+    assert stored.task().label_names == ("b", "a")

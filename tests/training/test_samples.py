@@ -32,7 +32,7 @@ class Letters:
 
 def samples(folder, seed=0, **changes):
     plain = {"every": 2, "prompts": ("once", "upon"), "max_new_tokens": 5, "temperature": 0.0}
-    rows = SimpleNamespace(task=SimpleNamespace(tokenizer=Letters(), encode_prompt=None))
+    rows = SimpleNamespace(task=SimpleNamespace(tokenizer=Letters(), encode_prompt=None, first_id=None))
     return Samples(SamplesOptions(**{**plain, **changes}), folder=folder, rows=rows, seed=seed)
 
 
