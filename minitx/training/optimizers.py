@@ -182,15 +182,11 @@ def describe_decay(optimizer: torch.optim.Optimizer, network: nn.Module) -> str:
     >>> describe_decay(adamw(network, weight_decay=0.1), network)
     'weight decay 0.1: 1 weights; 0: 1 biases'
     """
-    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    names = {parameter: name for name, parameter in network.named_parameters()}
     counts: dict[float, Counter[str]] = defaultdict(Counter)
     for group in optimizer.param_groups:
-        known = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
-        counts[group.get("weight_decay", 0.0)].update(role_of(network, name) for name in known)
-    listed = (
-        f"{decay:g}: {', '.join(f'{count} {role}' for role, count in counts[decay].items())}"
-        for decay in sorted(counts, reverse=True)
-    )
+        counts[group.get("weight_decay", 0.0)].update(role_of(network, names[p]) for p in group["params"] if p in names)
+    listed = (f"{decay:g}: {', '.join(f'{n} {role}' for role, n in roles.items())}" for decay, roles in counts.items())
     return f"weight decay {'; '.join(listed)}" if len(counts) > 1 else ""
 
 
@@ -216,9 +212,8 @@ def build_optimizer(part: Part, network: nn.Module, head_dim: int = 1) -> torch.
         isinstance(optimizer, torch.optim.Optimizer),
         f"optimizer._target_={part.name} must return a torch.optim.Optimizer, got {type(optimizer).__name__}",
     )
-    has_modes = all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
     require(
-        not has_modes,
+        not (hasattr(optimizer, "train") and hasattr(optimizer, "eval")),
         f"optimizer._target_={part.name} has other weights for evaluation than for training (train() and eval()), which is not supported: "
         "use optimizer=adamw, with callbacks=[default,ema] for averaged weights",
     )
