@@ -219,6 +219,7 @@ PRIVATE = {
     },
     "lightning": {
         *{("training.callbacks", "_average_model"), ("training.callbacks", "_device"), ("training.evaluation", "_average_model")},
+        *{("training.trainer", "_every_n_train_steps"), ("training.trainer", "_train_time_interval")},
         ("training.trainer", "_broadcast_sigterm_tensor"),
     },
     "transformers": {

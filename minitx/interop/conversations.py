@@ -217,9 +217,16 @@ def chat(
     )
     if "strftime_now" in template:
         log.warning("data.template writes today's date, so a run that resumes on another day has different rows")
-    (train, of_train), (val, of_val) = (_conversation_rows(part, format, context_len, packing, name) for part in splits)
+    (train, of_train), (val, of_val) = (
+        _conversation_rows(part, format, context_len, packing, source)
+        for part, source in zip(splits, (name, f"data.val_path={val_path}" if val_path else name), strict=True)
+    )
     count_unknown(made_by, [train.pieces.values], name)
     ends = sorted(set[int]().union(*map(format.ends, filter(None, splits[0]))))
+    if not ends:
+        log.warning(
+            "data.template has no special token at the end of {% generation %}: the model does not learn to end an answer"
+        )
     task = task_of(name, train, val, made_by, ends, bucket, left_out={"train": of_train, "val": of_val})
     return replace(task, encode_prompt=lambda text: format.prompt(text)[0].tolist())
 

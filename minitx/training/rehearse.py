@@ -157,6 +157,7 @@ def compare_rows(module: TrainingModule, batch: Batch, device: torch.device) -> 
 
 def _sums_over(module: TrainingModule, batches: Iterable[Batch]) -> dict[str, float]:
     """Return the sums of the objective over batches, and the norm of the gradient."""
+    known = set(module.network.parameters())
     weights = [weight for weight in module.network.parameters() if weight.requires_grad]
     module.network.zero_grad(set_to_none=True)
     totals: dict[str, float] = {}
@@ -164,11 +165,29 @@ def _sums_over(module: TrainingModule, batches: Iterable[Batch]) -> dict[str, fl
         module.net.check(batch)
         sums = module.sums({**batch, "num_targets": num_targets(batch["labels"])})
         if sums["loss"].requires_grad:
+            for leaf in _leaves(sums["loss"]):
+                if leaf not in known:
+                    raise ConfigError(
+                        f"objective: the loss depends on a weight of shape {tuple(leaf.shape)} outside of the model, but no optimizer trains "
+                        "it: move it into the model, or set its requires_grad to False"
+                    )
             sums["loss"].backward()
         for name, value in sums.items():
             totals[name] = totals.get(name, 0.0) + float(value.detach())
     gradients = [weight.grad for weight in weights if weight.grad is not None]
     return {**totals, "the gradient": float(nn.utils.get_total_norm(gradients))}
+
+
+def _leaves(loss: Tensor) -> Iterator[nn.Parameter]:
+    """The parameters that a loss depends on, from its graph."""
+    nodes, seen = [loss.grad_fn], set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+            if isinstance(leaf := getattr(node, "variable", None), nn.Parameter):
+                yield leaf
 
 
 @contextmanager

@@ -150,6 +150,7 @@ def test_with_marks_a_run_counts_what_they_enclose_and_ends_a_text_with_what_end
     assert task.train[0]["labels"].tolist() == np.where(counted, ids.astype(int), -100)[1:].tolist()
     assert len(task.train) + len(task.val) == 9
     assert ("today's date" in caplog.text) == (name == "smol 3")
+    assert ("does not learn to end an answer" in caplog.text) == (end is None)
 
 
 @pytest.mark.parametrize(

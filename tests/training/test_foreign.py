@@ -75,10 +75,14 @@ def test_a_micro_batch_without_a_label_adds_nothing(tmp_path):
     assert read_metrics(str(tmp_path / "metrics.csv"))[-1]["tokens"] == 5
 
 
-def test_a_step_without_a_label_that_counts_has_a_loss_of_zero(tmp_path):
+def test_a_step_without_a_label_that_counts_has_a_loss_of_zero_and_is_told_once(tmp_path, caplog):
     rows = [{"input": torch.randn(3, dtype=torch.float64), "labels": torch.tensor(label)} for label in (-100, 1)]
     result = fit(tmp_path, task_of(rows), objective=None, max_steps=2, batch_size=1)
-    assert result["steps"] == 2 and sorted(losses_of(tmp_path))[0] == 0.0
+    losses = losses_of(tmp_path)
+    assert result["steps"] == 2 and sorted(losses)[0] == 0.0
+    assert [line for line in caplog.messages if "has no loss" in line] == [
+        f"step {losses.index(0.0) + 1} has no loss: all of its labels are -100"
+    ]
 
 
 @pytest.mark.parametrize("kind", ["other", "classify"])

@@ -130,6 +130,13 @@ def mean(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     return (logits - batch["labels"]).square().mean()
 
 
+TEMPERATURE = nn.Parameter(torch.ones(3, 1))
+
+
+def warmed(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    return squares(logits * TEMPERATURE.sum(), batch)
+
+
 def mean_of_labels(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
@@ -240,6 +247,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "an objective returns a mean beside a sum": (Own(VECTORS, objective=sum_and_mean), "objective: nll"),
     "an objective returns a mean, and begins at 0": (Own(ZEROS, lambda: Zero(3, 2), mean), "sums"),
     "an objective returns a loss of each row": (Own(VECTORS, objective=of_rows), "must return a 0-d tensor"),
+    "an objective has a weight": (Own(VECTORS, objective=warmed), r"weight of shape \(3, 1\) .* no optimizer trains it"),
     "labels have another shape than logits": (Own(VECTORS, lambda: nn.Linear(3, 3)), "size of tensor"),
     "padding is not read": (Own(texts(5, 3, 5, 4), Reader, None, task=TEXTS), "would read padding as data"),
     "forward names no key": (Own(texts(5, 5, 5, 5), TakesAnything, None), "no parameter of TakesAnything.forward matches a key"),
