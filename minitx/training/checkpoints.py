@@ -29,7 +29,7 @@ from minitx.config.training import FOLDER_READER, MODEL, Data, Model
 from minitx.config.training import Objective as ObjectivePart
 from minitx.data import tokenizers
 from minitx.data.lightning_data import load_task
-from minitx.data.task import Task, numbered_as
+from minitx.data.task import Task
 from minitx.data.tokenizers import Tokenizer
 from minitx.nn.changes import joined
 from minitx.training import rank
@@ -488,7 +488,10 @@ class Stored:
             ConfigError: the data does not exist, or no longer matches the vocabulary or the learned positions of the model.
         """
         task, _ = load_task(self.part("data"), seed=self.state["config"]["seed"], tokenizer=self.tokenizer)
-        task = numbered_as(task, self.state["labels"])
+        if task.label_names and self.state["labels"]:
+            from minitx.data.label_order import numbered_as
+
+            task = numbered_as(task, self.state["labels"])
         net = self.net
         if net.vocab_size is not None and task.model_fields.get("vocab_size", 0) > net.vocab_size:
             raise ConfigError(f"ckpt_path={self.path} was trained on other data: {task.name} has more tokens than the model")
