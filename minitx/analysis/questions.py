@@ -12,7 +12,8 @@ from minitx.analysis.snapshot import PIXELS, SOURCE, TARGET
 from minitx.config import IGNORED
 from minitx.data.recall import answer_positions
 from minitx.data.task import Batch, Task
-from minitx.data.tokenizers import Tokenizer, token_texts
+from minitx.data.token_labels import token_texts
+from minitx.data.tokenizers import Tokenizer
 
 WHICH_CLASS = "Which class?"
 

@@ -22,7 +22,8 @@ from minitx.config import ConfigError, TransformerConfig
 from minitx.config.schema import first_line, require, stated
 from minitx.data.batches import ValSource
 from minitx.data.task import Task, as_split, key_value_texts, position_texts, without_targets
-from minitx.data.tokenizers import Tokenizer, fingerprint, token_texts
+from minitx.data.token_labels import token_texts
+from minitx.data.tokenizers import Tokenizer, fingerprint
 from minitx.generation import beam_search, generate
 from minitx.interop import adopt_hf
 from minitx.interop.finetune import load_folder, quiet

@@ -13,7 +13,7 @@ from minitx.config import ConfigError, Part, TrainerConfig
 from minitx.config.schema import require
 from minitx.data.batches import AddressedLoader, Addresses, Source, TrainSource, ValSource
 from minitx.data.lightning_data import load_task
-from minitx.data.task import Batch, Split, Task, as_split, numbered_as, position_texts
+from minitx.data.task import Batch, Split, Task, as_split, position_texts
 from minitx.data.tokenizers import Tokenizer
 from minitx.nn.transfer import is_pinned_for
 
@@ -60,7 +60,10 @@ class DataModule(LightningDataModule):
 
     def number_labels_as(self, names: Sequence[str]) -> None:
         """Number the labels as in ``names``, the labels of a trained head. See ``numbered_as``."""
-        self._read(numbered_as(self.task, names))
+        if names and self.task.label_names:
+            from minitx.data.label_order import numbered_as
+
+            self._read(numbered_as(self.task, names))
 
     def train_source(self, world: int = 1) -> Source:
         """Return the training batches for ``world`` ranks."""

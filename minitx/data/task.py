@@ -9,7 +9,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
 from typing import Annotated, Any
@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset
 
 from minitx.config import IGNORED, ConfigError
 from minitx.config.schema import Bound, Fraction, check_choice, read, require
-from minitx.data.tokenizers import Tokenizer, find_tokenizer, token_texts, train_tokenizer
+from minitx.data.tokenizers import Tokenizer, find_tokenizer, train_tokenizer
 
 log = logging.getLogger(__name__)
 Batch = dict[str, Tensor]
@@ -306,71 +306,6 @@ def rows_at(rows: Any, items: np.ndarray) -> list[Any]:
     return at_once(items.tolist()) if at_once else [rows[int(i)] for i in items]
 
 
-class Renumbered(Split):
-    """A split whose labels l ≥ 0 become ``numbers[l]``."""
-
-    def __init__(self, split: Split, numbers: Sequence[int]) -> None:
-        self.split, self.numbers, self.key_masks = split, torch.tensor(numbers), split.key_masks
-
-    def __len__(self) -> int:
-        return len(self.split)
-
-    @property
-    def lengths(self) -> np.ndarray:  # type: ignore[override]
-        """See ``Split``."""
-        return self.split.lengths
-
-    def order(self, epoch: int, random: np.random.Generator) -> np.ndarray:
-        """See ``Split``."""
-        return self.split.order(epoch, random)
-
-    def count(self, items: np.ndarray) -> int | None:
-        """See ``Split``."""
-        return self.split.count(items)
-
-    def collate(self, items: np.ndarray, draw: Draw) -> Batch:
-        """See ``Split``."""
-        batch = self.split.collate(items, draw)
-        labels = batch["labels"]
-        return {**batch, "labels": torch.where(labels < 0, labels, self.numbers[labels.clamp(min=0)])}
-
-
-def numbered_as(task: Task, names: Sequence[str]) -> Task:
-    """Return the task with its labels numbered as in ``names``, the labels of a trained head.
-
-    Labels that are whole numbers already number the head's labels. Names such as LABEL_0 do not name a label.
-
-    Raises:
-        ConfigError: a label of the data is not among ``names``, or is a larger number.
-    """
-    ours = task.label_names
-    if not ours or not names:
-        return task
-    known, unnamed = {name.casefold(): number for number, name in enumerate(names)}, len(names)
-    no_names = list(names) == [f"LABEL_{number}" for number in range(len(names))]
-    numbers = [known.get(name.casefold(), unnamed) for name in ours]
-    if all(map(str.isdecimal, ours)) and not any(map(str.isdecimal, names)):
-        numbers = [*map(int, ours)]
-    elif no_names:
-        numbers = [*range(len(ours))]
-    require(
-        max(numbers) < len(names),
-        f"{task.name} has {len(ours)} labels ({', '.join(ours)}), but the trained head has {len(names)} ({', '.join(names)}): "
-        "rename the labels, or make a new head with model=hf model.path=FOLDER model.new_head=true",
-    )
-    changed: dict[str, Any] = {
-        name: getattr(task, name) for name in ("train", "val", "test") if getattr(task, name) is not None
-    }
-    if numbers != [*range(len(ours))]:
-        changed = {name: Renumbered(as_split(task, name), numbers) for name in changed}
-    label_names = tuple(ours if no_names and len(ours) == len(names) else names)
-    named = {label: label_names[number] for label, number in zip(ours, numbers, strict=True)}
-    for name in ("val_examples", "test_examples"):
-        changed[name] = [(text, named[label]) for text, label in getattr(task, name)]
-    fields = {**task.model_fields, "num_labels": len(names)}
-    return replace(task, **changed, label_names=label_names, model_fields=fields)
-
-
 def counting(labels: Tensor) -> Tensor:
     """Return which elements of ``labels`` count, bool in their shape: all but -100, or of floating-point labels all but NaN."""
     return ~labels.isnan() if labels.is_floating_point() else labels != IGNORED
@@ -556,6 +491,8 @@ def position_texts(task: Task, inputs: Batch) -> dict[str, list[list[str]]]:
     """Return a text for each position of a batch: its token, or ``KEY:VALUE`` in a recall task. {} in other tasks."""
     ids = {axis: inputs[axis] for axis in ("input_ids", "decoder_input_ids") if axis in inputs}
     if task.tokenizer is not None:
+        from minitx.data.token_labels import token_texts  # for looking only
+
         return {axis: [token_texts(task.tokenizer, row) for row in rows.tolist()] for axis, rows in ids.items()}
     if not task.recall:
         return {}

@@ -28,7 +28,6 @@ END_OF_TEXT = "<|endoftext|>"
 REPLACEMENT = "\ufffd"
 UNKNOWN_TOKEN = "<unk>"
 LONGEST_WORD = 100_000
-TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
 # for marks that a tokenizer's folder does not name. The first name is ours; the others are common in published models
 NAMES_OF_MARKS = {
     "pad": ("<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>"),
@@ -344,49 +343,6 @@ def _characters_of(model: tokenizers.Tokenizer) -> str | None:
     return characters if _character_model(characters, special).to_str() == model.to_str() else None
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load a ``tokenizer.json`` from its path or its folder, with the chat template and the special tokens that the folder names.
-
-    Raises:
-        ConfigError: the file does not exist, or ``tokenizers`` cannot read it.
-    """
-    file = Path(path).expanduser()
-    file = file / "tokenizer.json" if file.is_dir() else file
-    settings, template = _content_of(file.with_name("tokenizer_config.json")), file.with_name("chat_template.jinja")
-    named = _special_tokens(_content_of(file.with_name("special_tokens_map.json"))) | _special_tokens(settings)
-    try:
-        written = template.read_text(encoding="utf-8") if template.is_file() else settings.get("chat_template")
-        if isinstance(written, list):  # several templates, by name
-            written = next((each["template"] for each in written if each["name"] == "default"), None)
-        known = written if isinstance(written, str) else None
-        made = Tokenizer(file.read_text(encoding="utf-8"), known, named)
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}; it must be a tokenizer.json") from None
-    except ValueError as error:
-        raise ConfigError(f"{file} is not a tokenizer.json: {first_line(error)}") from None
-    by_name = [f"{mark}={made.decode([id])}" for mark, id in made.mark_ids.items() if mark not in marks_named(named)]
-    if by_name:
-        log.info("%s: no file beside it names these special tokens, so they are found by name: %s", file, ", ".join(by_name))
-    return made
-
-
-def _content_of(file: Path) -> dict[str, Any]:
-    """The content of a JSON file, or nothing."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The texts of special tokens by role. In the file, a token is its text or a dict with its ``content``."""
-    roles = {f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
-    tokens = {role: settings[role] for role in sorted(roles & settings.keys())}
-    texts = {role: token.get("content") if isinstance(token, dict) else token for role, token in tokens.items()}
-    return {role: text for role, text in texts.items() if isinstance(text, str)}
-
-
 def find_tokenizer(name: str | Tokenizer) -> Tokenizer | None:
     """Return the tokenizer that ``data.tokenizer`` names, or None for ``char`` and ``bpe``, which are trained on the data.
 
@@ -401,17 +357,9 @@ def find_tokenizer(name: str | Tokenizer) -> Tokenizer | None:
         return name
     if name in ("char", "bpe"):
         return None
-    from huggingface_hub import snapshot_download
+    from minitx.data.tokenizer_folder import open_tokenizer  # the characters and bytes of a text need no folder
 
-    path = Path(name).expanduser()
-    try:
-        is_local = path.is_file() or (path / "tokenizer.json").is_file()
-        return load_tokenizer(path if is_local else snapshot_download(name, allow_patterns=[*TOKENIZER_FILES]))
-    except Exception as error:  # huggingface_hub raises many kinds, with long messages
-        raise ConfigError(
-            f"data.tokenizer={name} (experiment=finetune: model.path) must be char, bpe, a tokenizer.json, a folder that contains one, "
-            f"or a name on the Hugging Face hub that can be reached or is in the cache: {first_line(error).partition('. ')[0]}"
-        ) from None
+    return open_tokenizer(name)
 
 
 def require_marks(tokenizer: Tokenizer, *names: str) -> list[int]:
@@ -440,42 +388,6 @@ def encode_known(tokenizer: Tokenizer, text: str, name: str) -> list[int]:
             f"{name} has the character {character!r} (U+{ord(character):04X}), which is not among the {len(known)} of the tokenizer",
         )
     return tokenizer.encode(text).tolist()
-
-
-def token_texts(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
-    """Return a label for each of ``ids`` as a part of one text, for axes and lists of tokens.
-
-    A token that covers only some bytes of a character is labelled with the character and these bytes: ``你·1/3`` or
-    ``你·2-3/3``. A byte that is not UTF-8 is labelled ``⟨E4⟩``, an unknown character ``<unk>``, and a mark with its name.
-
-    Raises:
-        ValueError: a negative id.
-
-    >>> bare = train_tokenizer("bpe", [], vocab_size=257)
-    >>> token_texts(bare, bare.encode("né你"))
-    ['n', 'é·1/2', 'é·2/2', '你·1/3', '你·2/3', '你·3/3']
-    """
-    pieces = tokenizer.token_bytes(ids)
-    text = b"".join(pieces).decode("utf-8", "surrogateescape")  # a byte that is not UTF-8 becomes one lone surrogate
-    sizes = ((character, len(character.encode("utf-8", "surrogateescape"))) for character in text)
-    places = ((character, i, size) for character, size in sizes for i in range(size))  # one for every byte
-    return [_label(list(itertools.islice(places, len(piece)))) for piece in pieces]
-
-
-def _label(places: Sequence[tuple[str, int, int]]) -> str:
-    """The label of a token, from the character, the index in it and the character's size for each of the token's bytes."""
-    label = ""
-    for at, (character, first, size) in enumerate(places):
-        if at and first:
-            continue  # included with the byte before
-        last = min(first + len(places) - at, size)
-        if "\udc80" <= character <= "\udcff":
-            label += f"⟨{ord(character) - 0xDC00:02X}⟩"
-        elif last - first == size:
-            label += character
-        else:
-            label += f"{character}·{first + 1}/{size}" if last - first == 1 else f"{character}·{first + 1}-{last}/{size}"
-    return label
 
 
 def _not_negative(ids: Iterable[int]) -> list[int]:

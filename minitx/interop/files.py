@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from minitx.config.schema import stated
-from minitx.data.tokenizers import TOKENIZER_FILES
+from minitx.data.tokenizer_folder import TOKENIZER_FILES
 
 WEIGHTS, INDEX, TOKENIZER = "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")

@@ -216,7 +216,7 @@ def load_folder(folder: Path, task: str | None = None, num_labels: int | None = 
     for layer in {model.get_submodule(name.rpartition(".")[0]) for name in head if name not in other}:
         layer.reset_parameters()
     if other or head:
-        log.info("model: these weights are new, not those of %s: %s", folder, ", ".join(sorted({*other, *head})))
+        log.info("model: %s lacks these weights, so they are new: %s", folder, ", ".join(sorted({*other, *head})))
     return model.eval()
 
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from minitx.config import to_dict
-from minitx.data.tokenizers import Tokenizer, load_tokenizer
+from minitx.data.tokenizer_folder import load_tokenizer
+from minitx.data.tokenizers import Tokenizer
 from minitx.interop.decoders import GEMMA2, GEMMA3, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3
 from minitx.interop.encoders import BERT, ROBERTA, T5, VIT
 from minitx.interop.families import Architecture, Family, UnsupportedError, find_architecture, read_config, unlike, write_config

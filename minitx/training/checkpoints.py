@@ -29,14 +29,13 @@ from minitx.config.training import FOLDER_READER, MODEL, Data, Model
 from minitx.config.training import Objective as ObjectivePart
 from minitx.data import tokenizers
 from minitx.data.lightning_data import load_task
-from minitx.data.task import Task, numbered_as
+from minitx.data.task import Task
 from minitx.data.tokenizers import Tokenizer
 from minitx.nn.changes import joined
 from minitx.training import rank
 from minitx.training.devices import device_of
 from minitx.training.net import Net, network_of
 from minitx.training.objectives import Objective, build_objective
-from minitx.training.trust import check_trusted
 
 log = logging.getLogger(__name__)
 
@@ -359,6 +358,8 @@ def stored_shape(init_from: InitFrom, trust: bool) -> dict[str, Any]:
     start = load_start(init_from)
     shape = {} if start is None else dict(start.shape or {})
     if not trust:
+        from minitx.training.trust import check_trusted
+
         check_trusted({"_target_": MODEL, **shape}, "model")
     return shape
 
@@ -486,6 +487,8 @@ class Stored:
                 f"{name}._target_=MODULE.NAME to evaluate.py (text=TEXT to the viewer), or call evaluate() from Python"
             )
         if name in self.untrusted:
+            from minitx.training.trust import check_trusted
+
             check_trusted(node, name)
         self._parts[name] = read(HINTS[name], node, name)
         return self._parts[name]
@@ -497,7 +500,10 @@ class Stored:
             ConfigError: the data does not exist, or no longer matches the vocabulary or the learned positions of the model.
         """
         task, _ = load_task(self.part("data"), seed=self.state["config"]["seed"], tokenizer=self.tokenizer)
-        task = numbered_as(task, self.state["labels"])
+        if task.label_names and self.state["labels"]:
+            from minitx.data.label_order import numbered_as
+
+            task = numbered_as(task, self.state["labels"])
         net = self.net
         if net.vocab_size is not None and task.model_fields.get("vocab_size", 0) > net.vocab_size:
             raise ConfigError(f"ckpt_path={self.path} was trained on other data: {task.name} has more tokens than the model")
@@ -532,6 +538,8 @@ def load_stored(
         ConfigError: the file does not exist or is not a checkpoint of minitx, a target is not trusted, or the model cannot be
             built.
     """
+    from minitx.training.trust import check_trusted
+
     checkpoint = read_checkpoint(path, verb="read")
     state = checkpoint["minitx"]
     nodes, untrusted = {name: dict(state["config"][name]) for name in HINTS} | {"model": dict(state["model"])}, set()

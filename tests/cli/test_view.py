@@ -19,7 +19,8 @@ from minitx.analysis.viewer import playground
 from minitx.cli.inputs import RowInputs, attention_of
 from minitx.config import TransformerConfig, to_dict
 from minitx.config.training import MODEL
-from minitx.data.tokenizers import token_texts, train_tokenizer
+from minitx.data.token_labels import token_texts
+from minitx.data.tokenizers import train_tokenizer
 from minitx.generation import generate
 from minitx.nn import MultiHeadAttention
 from minitx.nn.models import build_model

@@ -13,7 +13,7 @@ import pytest
 
 from minitx.config import ConfigError
 from minitx.data.file_formats import load_table
-from minitx.data.tokenizers import load_tokenizer
+from minitx.data.tokenizer_folder import load_tokenizer
 from minitx.interop import load_hf
 
 MARKER = "MARKER"

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from minitx.config import ConfigError
+from minitx.data.token_labels import token_texts
+from minitx.data.tokenizer_folder import load_tokenizer
 from minitx.data.tokenizers import (
     LONGEST_WORD,
     NAMES_OF_MARKS,
@@ -22,9 +24,7 @@ from minitx.data.tokenizers import (
     Tokenizer,
     find_tokenizer,
     fingerprint,
-    load_tokenizer,
     require_marks,
-    token_texts,
     train_tokenizer,
 )
 

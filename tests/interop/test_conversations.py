@@ -13,7 +13,8 @@ from tokenizers import models, normalizers, pre_tokenizers
 from minitx.config import ConfigError
 from minitx.data import classify, pairs
 from minitx.data.task import as_split
-from minitx.data.tokenizers import Tokenizer, fingerprint, load_tokenizer, train_tokenizer
+from minitx.data.tokenizer_folder import load_tokenizer
+from minitx.data.tokenizers import Tokenizer, fingerprint, train_tokenizer
 from minitx.interop.conversations import TEMPLATE, ChatFormat, chat
 from tests.data.conftest import SPACE, batch_of, beginning_with_a_space, total_left_out
 from tests.interop.chat_templates import GENERATION, PLAIN, SPECIAL

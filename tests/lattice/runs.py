@@ -201,7 +201,7 @@ def llama(dropout: float) -> None:
     """Makes the model of Hugging Face."""
     import transformers
 
-    from minitx.data.tokenizers import load_tokenizer
+    from minitx.data.tokenizer_folder import load_tokenizer
 
     folder = home() / ("llama_dropout" if dropout else "llama")
     tokenizer = load_tokenizer(home() / "tokenizer.json")

@@ -1,0 +1,45 @@
+"""Labels of tokens, for axes and lists."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+from minitx.data.tokenizers import Tokenizer
+
+
+def token_texts(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
+    """Return a label for each of ``ids`` as a part of one text, for axes and lists of tokens.
+
+    A token that covers only some bytes of a character is labelled with the character and these bytes: ``你·1/3`` or
+    ``你·2-3/3``. A byte that is not UTF-8 is labelled ``⟨E4⟩``, an unknown character ``<unk>``, and a mark with its name.
+
+    Raises:
+        ValueError: a negative id.
+
+    >>> from minitx.data.tokenizers import train_tokenizer
+    >>> bare = train_tokenizer("bpe", [], vocab_size=257)
+    >>> token_texts(bare, bare.encode("né你"))
+    ['n', 'é·1/2', 'é·2/2', '你·1/3', '你·2/3', '你·3/3']
+    """
+    pieces = tokenizer.token_bytes(ids)
+    text = b"".join(pieces).decode("utf-8", "surrogateescape")  # a byte that is not UTF-8 becomes one lone surrogate
+    sizes = ((character, len(character.encode("utf-8", "surrogateescape"))) for character in text)
+    places = ((character, i, size) for character, size in sizes for i in range(size))  # one for every byte
+    return [_label(list(itertools.islice(places, len(piece)))) for piece in pieces]
+
+
+def _label(places: Sequence[tuple[str, int, int]]) -> str:
+    """The label of a token, from the character, the index in it and the character's size for each of the token's bytes."""
+    label = ""
+    for at, (character, first, size) in enumerate(places):
+        if at and first:
+            continue  # included with the byte before
+        last = min(first + len(places) - at, size)
+        if "\udc80" <= character <= "\udcff":
+            label += f"⟨{ord(character) - 0xDC00:02X}⟩"
+        elif last - first == size:
+            label += character
+        else:
+            label += f"{character}·{first + 1}/{size}" if last - first == 1 else f"{character}·{first + 1}-{last}/{size}"
+    return label
