@@ -14,7 +14,7 @@ import lightning.pytorch as L
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import nn
+from torch import distributed, nn
 
 from minitx.config import ConfigError, EvaluationConfig, Part, RunConfig, to_dict
 from minitx.config.part import import_modules
@@ -159,6 +159,10 @@ class Run:
             return error.step + 1
         except MisconfigurationException as error:
             raise ConfigError(f"model: {first_line(error)}") from error
+        except ConfigError:
+            if trainer.world_size == 1 and distributed.is_initialized():
+                distributed.destroy_process_group()  # the next run of this process makes its own
+            raise
         trainer.strategy.barrier()  # the result is read from files that the first process writes
         for line in early_end(trainer):
             log_on_rank_zero(line)
