@@ -28,8 +28,8 @@ import torch
 
 from minitx.config import IGNORED, ConfigError
 from minitx.config.schema import Count, Fraction, read, require
-from minitx.data.task import Batch, Draw, Split, Task, VocabSize, find_or_train_tokenizer, package
-from minitx.data.tokenizers import Tokenizer, find_tokenizer, fingerprint, require_marks, warn_of_unknown
+from minitx.data.task import Batch, Draw, Split, Task, VocabSize, find_or_train_tokenizer, find_tokenizer, package
+from minitx.data.tokenizers import Tokenizer, fingerprint, require_marks, warn_of_unknown
 
 log = logging.getLogger(__name__)
 

@@ -24,8 +24,18 @@ from minitx.config.schema import Count, Fraction, require
 from minitx.data.batches import Source
 from minitx.data.corpus import CACHE_FORMAT, TEXTS_AT_ONCE, bits_per, cached, write_ids
 from minitx.data.file_formats import as_texts, column_names, column_of, divided, load_tables, share_of
-from minitx.data.task import Batch, Ragged, Task, VocabSize, find_or_train_tokenizer, generator, hold_out, num_held_out
-from minitx.data.tokenizers import Tokenizer, find_tokenizer, fingerprint
+from minitx.data.task import (
+    Batch,
+    Ragged,
+    Task,
+    VocabSize,
+    find_or_train_tokenizer,
+    find_tokenizer,
+    generator,
+    hold_out,
+    num_held_out,
+)
+from minitx.data.tokenizers import Tokenizer, fingerprint
 
 log = logging.getLogger(__name__)
 BLANK = "documents are left out: without text"

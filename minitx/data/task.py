@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset
 
 from minitx.config import IGNORED, ConfigError
 from minitx.config.schema import Bound, Fraction, check_choice, read, require
-from minitx.data.tokenizers import Tokenizer, find_tokenizer, train_tokenizer
+from minitx.data.tokenizers import Tokenizer, train_tokenizer
 
 log = logging.getLogger(__name__)
 Batch = dict[str, Tensor]
@@ -459,6 +459,25 @@ def hold_out(groups: Sequence[Any], fraction: float) -> tuple[np.ndarray, np.nda
     chosen = {distinct[i] for i in random.permutation(len(distinct))[: num_held_out(len(distinct), fraction)]}
     validates = np.array([group in chosen for group in groups])
     return np.flatnonzero(~validates), random.permutation(np.flatnonzero(validates))
+
+
+def find_tokenizer(name: str | Tokenizer) -> Tokenizer | None:
+    """Return the tokenizer that ``data.tokenizer`` names, or None for ``char`` and ``bpe``, which are trained on the data.
+
+    Args:
+        name: ``char``, ``bpe``, a ``tokenizer.json``, a folder that contains one, or a name on the Hugging Face hub. A file from the hub
+            stays in the hub's cache (``HF_HOME``) and is read from there without a network. A ``Tokenizer`` is returned unchanged.
+
+    Raises:
+        ConfigError: nothing has this name, or its file cannot be read.
+    """
+    if isinstance(name, Tokenizer):
+        return name
+    if name in ("char", "bpe"):
+        return None
+    from minitx.data.tokenizer_folder import open_tokenizer  # the characters and bytes of a text need no folder
+
+    return open_tokenizer(name)
 
 
 def find_or_train_tokenizer(

@@ -343,25 +343,6 @@ def _characters_of(model: tokenizers.Tokenizer) -> str | None:
     return characters if _character_model(characters, special).to_str() == model.to_str() else None
 
 
-def find_tokenizer(name: str | Tokenizer) -> Tokenizer | None:
-    """Return the tokenizer that ``data.tokenizer`` names, or None for ``char`` and ``bpe``, which are trained on the data.
-
-    Args:
-        name: ``char``, ``bpe``, a ``tokenizer.json``, a folder that contains one, or a name on the Hugging Face hub. A file from the hub
-            stays in the hub's cache (``HF_HOME``) and is read from there without a network. A ``Tokenizer`` is returned unchanged.
-
-    Raises:
-        ConfigError: nothing has this name, or its file cannot be read.
-    """
-    if isinstance(name, Tokenizer):
-        return name
-    if name in ("char", "bpe"):
-        return None
-    from minitx.data.tokenizer_folder import open_tokenizer  # the characters and bytes of a text need no folder
-
-    return open_tokenizer(name)
-
-
 def require_marks(tokenizer: Tokenizer, *names: str) -> list[int]:
     """Return the ids of these marks.
 
