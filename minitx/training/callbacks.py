@@ -76,6 +76,7 @@ class StepLog(StepCallback):
         self.started = self._mark = self._paused = 0.0
         self._flops, self._lr, self._tokens_then = 0.0, 0.0, 0
         self._open: int | None = None  # the last step, if it has no row yet
+        self._has_reported_empty = False
 
     def state_dict(self) -> dict[str, Any]:
         return {"tokens": int(self.tokens)}
@@ -119,6 +120,9 @@ class StepLog(StepCallback):
         if module.device.type != "cpu":
             module.latch.note(int(bad_step))
             module.raise_if_nonfinite()
+        if not sums[1] and not self._has_reported_empty:
+            log.warning("step %d has no loss: none of its labels counts", step)
+            self._has_reported_empty = True
         means = means_of(sums, trainer, module)
         if trainer.world_size > 1 and not math.isfinite(means["train_loss"]):
             raise NonFiniteError(step - 1, means["train_loss"], float(grad_norm))

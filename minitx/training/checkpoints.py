@@ -344,7 +344,7 @@ def load_start(init_from: InitFrom) -> Start | None:
         weights=network_weights(checkpoint),
         shape=shape,
         tokenizer=Tokenizer.from_dict(state["tokenizer"]) if state["tokenizer"] else None,
-        labels=state["labels"],
+        labels=state.get("labels", ()),
         changes=() if shape else model.get("changes", ()),
     )
 

@@ -126,7 +126,7 @@ class TrainingModule(L.LightningModule):
         self.grad_norm: Tensor | float = 0.0
         self._micro = 0  # number of micro-batches of this step so far
         self._validation: Sums = {}
-        self._has_reported_dropped = self._has_reported_empty = False
+        self._has_reported_dropped = False
         self._resumed: dict[str, Any] | None = None  # the checkpoint, until training starts
 
     def configure_model(self) -> None:
@@ -147,10 +147,7 @@ class TrainingModule(L.LightningModule):
         return self.net(batch)
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        self.net.check(batch)  # before the transfer, so that reading a mask or a count does not wait for the device
-        if self.trainer.training and not self._has_reported_empty and not batch["num_targets"]:
-            log.warning("step %d has no loss: all of its labels are %d", self.global_step + 1, IGNORED)
-            self._has_reported_empty = True
+        self.net.check(batch)  # before the transfer, so that reading a mask does not wait for the device
         return batch
 
     def on_train_start(self) -> None:

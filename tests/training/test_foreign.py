@@ -81,7 +81,7 @@ def test_a_step_without_a_label_that_counts_has_a_loss_of_zero_and_is_told_once(
     losses = losses_of(tmp_path)
     assert result["steps"] == 2 and sorted(losses)[0] == 0.0
     assert [line for line in caplog.messages if "has no loss" in line] == [
-        f"step {losses.index(0.0) + 1} has no loss: all of its labels are -100"
+        f"step {losses.index(0.0) + 1} has no loss: none of its labels counts"
     ]
 
 
