@@ -151,7 +151,8 @@ def compare_rows(module: TrainingModule, batch: Batch, device: torch.device) -> 
         if abs(value - sum_apart) > TOLERANCE * max(abs(value), abs(sum_apart)):
             raise ConfigError(
                 f"objective: {name} of two rows in one batch is {value:.4g}, but {sum_apart:.4g} in two batches: it must return sums "
-                "over the targets, and rows must not influence each other"
+                "over the targets, and rows must not influence each other (a contrastive loss, which needs this, trains with "
+                "trainer.rehearse=false)"
             )
 
 
