@@ -66,7 +66,8 @@ CALLBACKS = {
 
 def _of_entries(group: str, default: str, known: Mapping[str, Any]) -> Takes:
     """How a run completes a callback or a logger. ``known`` are the entries of every run."""
-    expects = f"a class: choose its option, as in '{group}=[{default},{{name}}]', or give {group}.{{name}}._target_"
+    other = " (callbacks.wandb comes with 'logger=[csv,wandb]')" if group == "callbacks" else ""
+    expects = f"a class: choose its option, as in '{group}=[{default},{{name}}]'{other}, or give {group}.{{name}}._target_"
     return Takes(offers=None, completes=False, expects=expects, known=known, passed_on={"WandbLogger": "wandb.init"})
 
 
