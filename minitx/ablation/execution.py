@@ -226,6 +226,7 @@ def _outcomes(
 ) -> Iterator[Cell | None]:
     """Yield each cell once its record is in the book, and None when all that is left is to wait."""
     waiting, running, died = list(cells), dict[Cell, tuple[Any, float]](), set[Cell]()
+    right = {arm_of(cell) for cell in cells if cell.place in book.known}
     while waiting or running:
         free = waiting if len(running) < pool.workers else ()
         ready = next((cell for cell in free if cell.start is None or cell.start.place in book.records), None)
@@ -238,7 +239,8 @@ def _outcomes(
             else:
                 words, place = ready.words(book.folder), str(ready.folder(book.folder))
                 keep = grid.studies[ready.place.study].keep_attention
-                arguments = (words, place, ready.steps(), ready.keeps_weights, keep, ready.threshold)
+                rehearse = arm_of(ready) not in right  # the first runs of an arm, and all of them if it is wrong
+                arguments = (words, place, ready.steps(), ready.keeps_weights, keep, ready.threshold, rehearse)
                 running[ready] = (pool.submit(attempt, run_cell, *arguments), time.perf_counter())
         elif (finished := next((cell for cell, (job, _) in running.items() if job.done()), None)) is not None:
             job, started = running.pop(finished)
@@ -252,9 +254,15 @@ def _outcomes(
                 outcome = {"error": f"the process died: {' '.join(str(error).split())[:200]}"}
             status, seconds = "failed" if "error" in outcome else "done", round(time.perf_counter() - started, 3)
             book.write(finished, status, reason=outcome.get("error"), seconds=seconds, result=outcome.get("result"))
+            right |= {arm_of(finished)} if status == "done" else set()
             yield finished
         else:
             yield None
+
+
+def arm_of(cell: Cell) -> tuple[str, str]:
+    """Return the study and the arm of a cell. Its first run is rehearsed, and the others are not."""
+    return cell.place.study, cell.place.arm
 
 
 def attempt(function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:

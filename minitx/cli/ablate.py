@@ -27,6 +27,7 @@ from minitx.cli.exit_codes import CellsFailedError, sentence
 from minitx.cli.launch import ProgramStoppedError, run_training
 from minitx.config import CONFIG_DIR, ConfigError
 from minitx.config.schema import require
+from minitx.training import stop_signals
 
 log = logging.getLogger("minitx")
 
@@ -162,6 +163,7 @@ def run_cell(
     keep_weights: bool,
     keep_attention: bool,
     threshold: ThresholdConfig | None = None,
+    rehearse: bool = False,
 ) -> dict[str, Any]:
     """Run a cell (an ordinary training run or a threshold) in a worker process. Return the ``result`` of its record."""
     from minitx.ablation.measures import result_of
@@ -175,8 +177,8 @@ def run_cell(
         return outcome
     shutil.rmtree(place, ignore_errors=True)  # remains of a killed run
     config = compose_cell(words)
-    # rehearsing every run of a grid would take too long
-    config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, rehearse=False))
+    trainer = dataclasses.replace(config.trainer, rehearse=rehearse and config.trainer.rehearse)
+    config = dataclasses.replace(config, trainer=trainer)
     trained = run_training(config, place, command_of(words))
     result = result_of(place, trained, cap)
     if keep_attention:
@@ -227,12 +229,12 @@ def visible_gpus(count: int, visible: str | None) -> list[str]:
 
 @contextmanager
 def stop_on_signals() -> Iterator[None]:
-    """Turn SIGINT and SIGTERM into ``ProgramStoppedError``, so that the workers end with the grid."""
+    """Turn the signals of ``stop_signals`` into ``ProgramStoppedError``, so that the workers end with the grid."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise ProgramStoppedError(number, "finished runs are kept: to resume, repeat the command")
 
-    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, stop) for number in stop_signals()}
     try:
         yield
     finally:

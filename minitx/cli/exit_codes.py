@@ -80,7 +80,7 @@ def sentence(error: BaseException) -> tuple[str, int]:
         return text, error.code
     if isinstance(getattr(error, "number", None), int):  # stopped by a signal
         return text, 128 + error.number  # type: ignore[attr-defined]
-    if {"NonFiniteError", "CheckpointError", "WorkerError", "CellsFailedError"} & {
+    if {"NonFiniteError", "CheckpointError", "WorkerError", "CellsFailedError", "UnusedParametersError"} & {
         base.__name__ for base in type(error).__mro__
     }:
         return text, 3

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from minitx.config import ConfigError, RunConfig, TrainerConfig, to_dict
 from minitx.config.schema import require
-from minitx.training import rank
+from minitx.training import rank, stop_signals
 
 FOLDER = "MINITX_LAUNCHED_FOLDER"
 """The environment variable for the folder of the run, in processes that ``launch`` started."""
@@ -80,7 +80,7 @@ def launch(overrides: Sequence[str], processes: int, folder: Path) -> None:
 
     Raises:
         RankFailedError: a process failed. The others were stopped, and killed after 50 s.
-        ProgramStoppedError: SIGINT or SIGTERM. The processes had 50 s to write their checkpoint.
+        ProgramStoppedError: a signal of ``stop_signals``. The processes had 50 s to write their checkpoint.
     """
     from hydra.core.utils import env_override
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -97,8 +97,7 @@ def launch(overrides: Sequence[str], processes: int, folder: Path) -> None:
         rdzv_endpoint="localhost:0",
         local_addr="127.0.0.1",
         max_restarts=0,
-        # not SIGHUP if it is ignored, as with nohup
-        signals_to_handle="SIGTERM,SIGINT,SIGQUIT" + ",SIGHUP" * (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN),
+        signals_to_handle=",".join(["SIGQUIT", *(each.name for each in stop_signals())]),
     )
     program = f"import sys; sys.argv[0] = {sys.argv[0]!r}; from minitx.cli.train import main; sys.exit(main())"
     with env_override({FOLDER: str(folder), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": _GRACE}):

@@ -163,7 +163,8 @@ class TrainerConfig(Config):
         devices: number of processes on each machine.
         num_nodes: number of machines. torchrun or srun starts the processes.
         accelerator: the device: auto | cpu | gpu | mps, or a name that a Lightning plugin registers.
-        strategy: auto (ddp on several devices) | ddp | sharded (FSDP2).
+        strategy: auto (ddp on several devices) | ddp | ddp_find_unused_parameters_true (for models that do not use every parameter
+            in every step; ddp does so by itself if the rehearsal finds such a parameter) | sharded (FSDP2).
         shard: for strategy=sharded: names of the classes whose modules are sharded one by one; []: the blocks of our models,
             and the layer classes listed by a transformers model.
         precision: 32-true | 64-true | bf16-mixed | bf16-true (float32 on a CPU without instructions for bfloat16).
@@ -182,7 +183,7 @@ class TrainerConfig(Config):
         stop_at: end the run early, for example {metric: train_accuracy, value: 0.99, window: 16, extra_steps: 0}; null: off.
         overfit: train on the same batch in every step.
         rehearse: before the run's folder is created, try every stage of the run on two rows, without your own callbacks and
-            loggers. Runs that resume, use several processes or belong to a grid are not rehearsed.
+            loggers. Each of several processes rehearses alone; in a grid, the first run of each arm does.
         plan: do not train, but print the memory that parameters, gradients and optimizer states take in each process. This
             machine need not have the devices. Activations are not counted.
         compile: compile the network and the loss with torch.compile. torch caches the kernels in $TORCHINDUCTOR_CACHE_DIR.
@@ -201,7 +202,7 @@ class TrainerConfig(Config):
     devices: Count = 1
     num_nodes: Count = 1
     accelerator: str = "auto"
-    strategy: Literal["auto", "ddp", "sharded"] = "auto"
+    strategy: Literal["auto", "ddp", "ddp_find_unused_parameters_true", "sharded"] = "auto"
     shard: tuple[str, ...] = ()
     precision: Literal["32-true", "64-true", "bf16-mixed", "bf16-true"] = "32-true"
     accumulate: Count = 1

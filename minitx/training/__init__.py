@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,6 +11,11 @@ from contextlib import contextmanager
 def rank() -> int:
     """Return the rank of this process, from environment variables; 0 for a single process."""
     return int(next((os.environ[name] for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if name in os.environ), "0"))
+
+
+def local_rank() -> int:
+    """Return the number of this process on its machine, from environment variables; 0 for a single process."""
+    return int(next((os.environ[name] for name in ("LOCAL_RANK", "SLURM_LOCALID") if name in os.environ), "0"))
 
 
 @contextmanager
@@ -24,3 +30,10 @@ def kept_environment(*names: str) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that stop a run: those of a terminal and of schedulers of clusters, unless SIGHUP is ignored (nohup)."""
+    is_kept = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    stops = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
+    return stops if is_kept else [*stops, signal.SIGHUP]

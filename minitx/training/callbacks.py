@@ -24,7 +24,8 @@ from torch import Tensor
 from minitx.config import ConfigError, TrainerConfig, TransformerConfig
 from minitx.nn.precision import widest_float
 from minitx.nn.transfer import to_host
-from minitx.training.devices import memory_mb, peak_tflops, sum_over_rows
+from minitx.training import stop_signals
+from minitx.training.devices import largest_of_all, memory_mb, peak_tflops, sum_over_rows
 from minitx.training.loggers import unit_of
 from minitx.training.module import NonFiniteError, TrainingModule
 from minitx.training.window import Window
@@ -386,10 +387,10 @@ class StoppedError(Exception):
 
 
 class LastCheckpoint(StepCallback, Checkpoint):
-    """Write ``last.ckpt`` at intervals, at the end, and on SIGINT or SIGTERM. After a signal, raise ``StoppedError``.
+    """Write ``last.ckpt`` at intervals, at the end, and on a signal of ``stop_signals``. After a signal, raise ``StoppedError``.
 
-    A step and its validation are finished before a checkpoint is written. A second signal stops the run immediately. This class
-    is a ``Checkpoint`` because Lightning calls those after all other callbacks, so that all results of the step are logged and
+    A step and its validation are finished before a checkpoint is written. The same signal again stops the run at once. This
+    class is a ``Checkpoint`` because Lightning calls those after all other callbacks, so that all results of the step are logged and
     in the checkpoint. Each process receives its own signals and has its own clock. Several processes agree by a small
     collective operation every ``log_every`` steps and after each validation.
 
@@ -426,13 +427,13 @@ class LastCheckpoint(StepCallback, Checkpoint):
 
     def _install(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in stop_signals():
                 current = signal.signal(number, self._receive)
                 self._previous.setdefault(number, current)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self._received = number
-        self._restore()
+        self._received = self._received or number
+        signal.signal(number, self._previous[number])
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         stops = [each for each in trainer.callbacks if isinstance(each, EarlyStopping)]  # type: ignore[attr-defined]
@@ -468,15 +469,17 @@ class LastCheckpoint(StepCallback, Checkpoint):
         Args:
             agree: look at signals and at the time since the last checkpoint. This is a collective operation.
         """
-        is_late = agree and _any_process(trainer, time.monotonic() - self.saved_at >= self.seconds)
-        is_stopped = agree and _any_process(trainer, self._received is not None)
+        is_late = received = 0
+        if agree:
+            time_is_over = time.monotonic() - self.saved_at >= self.seconds
+            is_late, received = largest_of_all(trainer, time_is_over, self._received or 0)
         if self.path is not None:
             is_due = trainer.global_step // self.every > self._steps_before // self.every
             is_last = trainer.should_stop and may_end(trainer)
-            if is_due or is_late or is_stopped or is_last:
+            if is_due or is_late or received or is_last:
                 self._save(trainer, self.path)
-        if is_stopped:
-            raise StoppedError(self._received or signal.SIGTERM, trainer.global_step)
+        if received:
+            raise StoppedError(received, trainer.global_step)
 
     def save_last_step(self, trainer: L.Trainer) -> None:
         """Write ``last.ckpt`` if the run ended without a validation."""
@@ -504,11 +507,6 @@ def early_end(trainer: L.Trainer) -> list[str]:
     ]
     has_reached = any(isinstance(each, StopAt) and each.reached for each in trainer.callbacks)  # type: ignore[attr-defined]
     return reasons or ([] if has_reached else [f"{at}: a callback or an argument of trainer.extra ended it"])
-
-
-def _any_process(trainer: L.Trainer, condition: bool) -> bool:
-    """Return whether ``condition`` is true in at least one process. This is a collective operation."""
-    return trainer.strategy.reduce_boolean_decision(condition, all=False)
 
 
 def may_end(trainer: L.Trainer) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
+import os
+import re
 import resource
 import sys
 import warnings
@@ -12,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +23,7 @@ from minitx.config import ConfigError, TrainerConfig
 from minitx.config.schema import check_choice, require
 from minitx.data.task import kept_generators
 from minitx.nn.precision import widest_float
-from minitx.training import kept_environment
+from minitx.training import kept_environment, local_rank
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
@@ -103,17 +105,21 @@ def kind_of_device(accelerator: str, num_cuda: int, has_mps: bool) -> str:
     return "mps" if has_mps else "cuda" if num_cuda else "cpu"
 
 
-def device_of(accelerator: str = "auto") -> torch.device:
-    """Return the first device for ``trainer.accelerator`` on this machine. Programs with ``device=auto`` use the same device.
+def device_of(accelerator: str = "auto", number: int = 0) -> torch.device:
+    """Return a device for ``trainer.accelerator`` on this machine. Programs with ``device=auto`` use the first.
 
     Args:
         accelerator: ``auto`` is an Apple GPU, else CUDA, else the CPU, in Lightning's order. Names other than ``cpu``, ``gpu``
             and ``mps`` are looked up in Lightning's registry of accelerators.
+        number: the number of this process on this machine. A process that sees fewer devices counts from the first again.
     """
     if accelerator not in _BUILT_IN:
         registered = _registered(accelerator)
-        return registered.get_parallel_devices(registered.parse_devices(1))[0]
+        devices = registered.get_parallel_devices(registered.parse_devices(number + 1))
+        return devices[number]
     kind = kind_of_device(accelerator, torch.cuda.device_count(), torch.backends.mps.is_available())
+    if kind == "cuda":
+        return torch.device(kind, number % torch.cuda.device_count())
     return torch.device(kind) if kind == "cpu" else torch.device(kind, 0)
 
 
@@ -363,6 +369,28 @@ _VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_ORDER")
 
 # --- several processes
 
+_OF_CLUSTERS = re.compile(r"(SLURM|TORCHELASTIC|JSM|LSB)_.*|(LOCAL_|GROUP_|NODE_)?RANK|(LOCAL_)?WORLD_SIZE")
+
+
+@contextmanager
+def as_one_process() -> Iterator[int]:
+    """A context in which this process of a run knows of no others. Yields the number of this process on its machine.
+
+    The environment variables of torchrun and Slurm are hidden, and Lightning lets this process write files.
+    """
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+    number, lightning = local_rank(), cast(Any, rank_zero_only)
+    rank = lightning.rank
+    with kept_environment(*filter(_OF_CLUSTERS.fullmatch, os.environ)):
+        for name in filter(_OF_CLUSTERS.fullmatch, [*os.environ]):
+            del os.environ[name]
+        lightning.rank = 0
+        try:
+            yield number
+        finally:
+            lightning.rank = rank
+
 
 def sum_over_rows(trainer: L.Trainer, value: Tensor) -> Tensor:
     """Return the sum of a value over the rows of all processes, on every process."""
@@ -371,6 +399,15 @@ def sum_over_rows(trainer: L.Trainer, value: Tensor) -> Tensor:
     total = value.clone()  # not trainer.strategy.reduce, whose barrier makes the host wait for the device
     torch.distributed.all_reduce(total)
     return total
+
+
+def largest_of_all(trainer: L.Trainer, *numbers: int) -> list[int]:
+    """Return the largest of each number over all processes, on every process. This is a collective operation that waits for the device."""
+    if trainer.world_size == 1:
+        return [*numbers]
+    largest = torch.tensor(numbers, device=trainer.strategy.root_device)
+    torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
+    return largest.tolist()
 
 
 def parallelize(network: nn.Module, mesh: DeviceMesh, layers: Sequence[nn.Module]) -> None:

@@ -12,10 +12,11 @@ import hashlib
 import logging
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import lightning.pytorch as L
 import torch
@@ -80,6 +81,10 @@ class NonFiniteValidationError(NonFiniteError):
         )
 
 
+class UnusedParametersError(RuntimeError):
+    """A step left parameters without a gradient that several processes wait for, or that FSDP2 would add to others."""
+
+
 class TrainingModule(L.LightningModule):
     """Train ``network`` on batches of tensors.
 
@@ -100,6 +105,7 @@ class TrainingModule(L.LightningModule):
         step_sums: the other sums of the objective in this step.
         step_targets: the number of targets of the step, on all processes.
         grad_norm: the gradient norm of the whole model, before clipping.
+        reached: the parameters that have a gradient from the current micro-batch, or None where nobody asks.
     """
 
     def __init__(
@@ -124,6 +130,7 @@ class TrainingModule(L.LightningModule):
         self.step_sums: Sums = {}
         self.step_targets: Tensor | int = 0
         self.grad_norm: Tensor | float = 0.0
+        self.reached: set[nn.Parameter] | None = None
         self._micro = 0  # number of micro-batches of this step so far
         self._validation: Sums = {}
         self._has_reported_dropped = False
@@ -200,6 +207,8 @@ class TrainingModule(L.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         accumulate, rank, world = self.trainer.accumulate_grad_batches, self.trainer.global_rank, self.trainer.world_size
         micro, self._micro = self._micro, self._micro + 1
+        if self.reached is not None:
+            self.reached.clear()
         set_gradient_sync(self.network, (batch_idx + 1) % accumulate == 0)
         seed_device(hash_seed(self.seed, self.global_step, micro, rank), self.device)
         sums = self.sums(batch)
@@ -216,6 +225,7 @@ class TrainingModule(L.LightningModule):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._micro = 0
+        self._check_reached()
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         self.grad_norm = total_norm(gradients)
         # all ranks must agree, but step_loss is local: with several ranks, check only the global gradient norm
@@ -226,6 +236,27 @@ class TrainingModule(L.LightningModule):
             torch._foreach_mul_(local_parts(gradients), factor)
         if self.device.type == "cpu" or not skips_on_device(optimizer):
             self.raise_if_nonfinite()
+
+    def _check_reached(self) -> None:
+        """Check that the processes have gradients of the same parameters. With FSDP2, only at steps with a row of metrics.
+
+        Raises:
+            UnusedParametersError: DDP has no gradient of a parameter, or FSDP2 has one in some processes only.
+        """
+        step, world = self.global_step, self.trainer.world_size
+        trained = {name: weight for name, weight in self.network.named_parameters() if weight.requires_grad}
+        if self.reached is not None:
+            unused = [name for name, weight in trained.items() if weight not in self.reached]
+            remedy = f"and DDP waits for them: set trainer.strategy={FIND_UNUSED}"
+        elif isinstance(self.trainer.strategy, Sharded) and step % self.options.log_every == 0:
+            has_gradient = torch.tensor([int(weight.grad is not None) for weight in trained.values()], device=self.device)
+            counts = sum_over_rows(self.trainer, has_gradient).tolist()
+            unused = [name for name, count in zip(trained, counts, strict=True) if count not in (0, world)]
+            remedy = "in some processes only, which FSDP2 cannot train: use trainer=ddp"
+        else:
+            return
+        if unused:
+            raise UnusedParametersError(f"model: {few(unused)} step {step + 1} {remedy}")
 
     def raise_if_nonfinite(self) -> None:
         """Raise ``NonFiniteError`` if the latch is set.
@@ -327,6 +358,33 @@ class Latch:
         """Return the first non-finite step (counted from 0), or None. This waits for the device unless the value is known."""
         self._read = int(self.step) if self._read is None else self._read
         return None if self._read < 0 else self._read
+
+
+FIND_UNUSED: Final = "ddp_find_unused_parameters_true"
+"""The value of ``trainer.strategy`` for DDP that looks for parameters without a gradient in every step. The name is Lightning's."""
+
+
+@contextmanager
+def reached_by_gradients(network: nn.Module) -> Iterator[set[nn.Parameter]]:
+    """A context that yields the set of parameters that have received a gradient in it."""
+    reached = set[nn.Parameter]()
+    trained = [weight for weight in network.parameters() if weight.requires_grad]
+    handles = [weight.register_post_accumulate_grad_hook(lambda weight: reached.add(weight)) for weight in trained]  # type: ignore[arg-type]
+    try:
+        yield reached
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def few(names: Sequence[str]) -> str:
+    """Return the subject and the verb of a sentence about parameters.
+
+    >>> few(["a"]), few(["a", "b", "c", "d"])
+    ('a gets no gradient from', 'a, b, c and 1 more get no gradient from')
+    """
+    listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"{listed} {'gets' if len(names) == 1 else 'get'} no gradient from"
 
 
 def hash_seed(*numbers: int) -> int:

@@ -6,6 +6,9 @@
    probe, samples, a checkpoint that is loaded again, and the evaluation at the end.
 
 Afterwards, weights, buffers, attributes and random generators are restored. A rehearsal does not change any number of the run.
+
+Each process of a run rehearses alone, on its own device and with the whole model. All have the same rows and seeds, so they come to
+the same result, and none waits for another.
 """
 
 from __future__ import annotations
@@ -25,16 +28,18 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
-from minitx.config import ConfigError, Part, TrainerConfig
+from minitx.config import ConfigError, Part
 from minitx.config.schema import first_line
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Batch, Draw, Split, counting, kept_generators, num_targets, select_rows
 from minitx.nn.modes import evaluating
+from minitx.training.callbacks import StoppedError
 from minitx.training.checkpoints import load_weights, network_weights, read_checkpoint
-from minitx.training.devices import device_of
-from minitx.training.module import AtomicCheckpointIO, NonFiniteError, TrainingModule
+from minitx.training.devices import as_one_process, device_of
+from minitx.training.module import FIND_UNUSED, AtomicCheckpointIO, NonFiniteError, TrainingModule, few, reached_by_gradients
 
 log = logging.getLogger(__name__)
 
@@ -54,24 +59,51 @@ KNOWN = ("lightning.", "minitx.")
 """Packages whose callbacks take part in the rehearsal."""
 
 
-def is_rehearsed(trainer: TrainerConfig, ckpt_path: str | None) -> bool:
-    """Return whether a run is rehearsed: ``trainer.rehearse`` is on, and the run is new and has one process."""
-    return trainer.rehearse and ckpt_path is None and trainer.world_size == 1 and trainer.strategy != "sharded"
-
-
 def rehearse(run: Any) -> None:
-    """Rehearse ``run``, a ``Run``.
+    """Rehearse ``run``, a ``Run``. If a row of data leaves a parameter without a gradient, prepare a run of several processes for it.
 
     Raises:
         ConfigError: a step, a validation, a checkpoint or another stage of the run fails, or the results of two rows in one
             batch are not the sums over the single rows. The message begins with the path of the faulty part.
     """
     module, options = run.module, run.module.options
-    two, device = TwoRows(run.rows.first_rows(ROWS)), device_of(options.accelerator)
-    with as_before(module, device), blaming(module, run.callbacks):
-        compare_rows(module, two.batch, device)
-        with tempfile.TemporaryDirectory() as folder:
-            _fit_and_load(shortened(run, two), Path(folder))
+    two = TwoRows(run.rows.first_rows(ROWS))
+    with as_one_process() as number:
+        device = device_of(options.accelerator, number)
+        try:
+            with as_before(module, device), blaming(module, run.callbacks):
+                reached = compare_rows(module, two.batch, device)
+                with tempfile.TemporaryDirectory() as folder, reached_by_gradients(module.network) as reached_in_training:
+                    _fit_and_load(shortened(run, two, device), Path(folder))
+        except ConfigError as error:
+            if options.strategy != "sharded" or not isinstance(error.__cause__, torch.OutOfMemoryError):
+                raise
+            log.info("trainer.rehearse: the run is not rehearsed, because %s cannot hold the whole model", device)
+            return
+    prepare_for_unused(module, [*reached, reached_in_training])
+
+
+def prepare_for_unused(module: TrainingModule, reached: Sequence[set[nn.Parameter]]) -> None:
+    """Let a run of several processes cope with parameters that have no gradient after a backward pass, and log their names.
+
+    DDP waits for the gradient of every parameter, unless it looks for unused ones. FSDP2 adds up the gradients of a layer by their
+    order, so they must belong to the same parameters in every process.
+
+    Args:
+        reached: for several backward passes, the parameters that had a gradient afterwards.
+
+    Raises:
+        ConfigError: some passes reach a parameter and others do not, but the run shards the model.
+    """
+    options = module.options
+    trained = {weight: name for name, weight in module.network.named_parameters() if weight.requires_grad}
+    unused = [name for weight, name in trained.items() if not all(weight in weights for weights in reached)]
+    sometimes = [name for weight, name in trained.items() if name in unused and any(weight in weights for weights in reached)]
+    if options.strategy == "sharded" and sometimes:
+        raise ConfigError(f"model: {few(sometimes)} some rows, and FSDP2 cannot train such a model: use trainer=ddp")
+    if unused and options.world_size > 1 and options.strategy != "sharded":
+        log.info("model: %s some rows: DDP looks for unused parameters in every step", few(unused))
+        module.options = dataclasses.replace(options, strategy=FIND_UNUSED)
 
 
 def _fit_and_load(run: Any, folder: Path) -> None:
@@ -133,8 +165,11 @@ class TwoRows(Split):
 # --- two rows in one batch and in two
 
 
-def compare_rows(module: TrainingModule, batch: Batch, device: torch.device) -> None:
+def compare_rows(module: TrainingModule, batch: Batch, device: torch.device) -> list[set[nn.Parameter]]:
     """Check that the results of two rows in one batch are the sums over the single rows. Noise is added to the weights.
+
+    Returns:
+        for each of the rows, the parameters that get a gradient from it.
 
     Raises:
         ConfigError: the sums differ, for example because the objective returns a mean, or because one row influences the other.
@@ -143,7 +178,7 @@ def compare_rows(module: TrainingModule, batch: Batch, device: torch.device) -> 
     batch = {name: value.to(device) for name, value in batch.items()}
     rows = [select_rows(batch, [row]) for row in range(len(batch["labels"]))]
     with evaluating(network), torch.enable_grad(), _with_noise(network):
-        together, again, apart = (_sums_over(module, batches) for batches in ([batch], [batch], rows))
+        (together, _), (again, _), (apart, reached) = (_sums_over(module, batches) for batches in ([batch], [batch], rows))
     for name, value in together.items():
         sum_apart, is_random = apart[name], not math.isclose(value, again[name], rel_tol=1e-3, abs_tol=1e-12)
         if not math.isfinite(value) or is_random:
@@ -154,14 +189,16 @@ def compare_rows(module: TrainingModule, batch: Batch, device: torch.device) -> 
                 "over the targets, and rows must not influence each other (a contrastive loss, which needs this, trains with "
                 "trainer.rehearse=false)"
             )
+    return reached
 
 
-def _sums_over(module: TrainingModule, batches: Iterable[Batch]) -> dict[str, float]:
-    """Return the sums of the objective over batches, and the norm of the gradient."""
+def _sums_over(module: TrainingModule, batches: Iterable[Batch]) -> tuple[dict[str, float], list[set[nn.Parameter]]]:
+    """Return the sums of the objective over batches with the norm of the gradient, and the parameters that each batch reaches."""
     known = set(module.network.parameters())
     weights = [weight for weight in module.network.parameters() if weight.requires_grad]
     module.network.zero_grad(set_to_none=True)
     totals: dict[str, float] = {}
+    reached = []
     for batch in batches:
         module.net.check(batch)
         sums = module.sums({**batch, "num_targets": num_targets(batch["labels"])})
@@ -172,11 +209,13 @@ def _sums_over(module: TrainingModule, batches: Iterable[Batch]) -> dict[str, fl
                         f"objective: the loss depends on a weight of shape {tuple(leaf.shape)} outside of the model, but no optimizer trains "
                         "it: move it into the model, or set its requires_grad to False"
                     )
-            sums["loss"].backward()
+            with reached_by_gradients(module.network) as reached_now:
+                sums["loss"].backward()
+            reached.append(reached_now)
         for name, value in sums.items():
             totals[name] = totals.get(name, 0.0) + float(value.detach())
     gradients = [weight.grad for weight in weights if weight.grad is not None]
-    return {**totals, "the gradient": float(nn.utils.get_total_norm(gradients))}
+    return {**totals, "the gradient": float(nn.utils.get_total_norm(gradients))}, reached
 
 
 def _leaves(loss: Tensor) -> Iterator[nn.Parameter]:
@@ -209,8 +248,8 @@ def _with_noise(network: nn.Module) -> Iterator[None]:
 # --- the run, shortened
 
 
-def shortened(run: Any, two: TwoRows) -> Any:
-    """Return the run of the rehearsal: every stage once, on two rows, without the loggers and callbacks of the user.
+def shortened(run: Any, two: TwoRows, device: torch.device) -> Any:
+    """Return the run of the rehearsal: every stage once, on two rows and one device, without the loggers and callbacks of the user.
 
     Those may send or write something.
     """
@@ -226,6 +265,7 @@ def shortened(run: Any, two: TwoRows) -> Any:
         "log_every": 1,
     }
     changes |= {"ckpt_every": int(options.ckpt_every > 0), "compile": False, "profiler": None}
+    changes |= {"devices": 1, "num_nodes": 1, "strategy": "auto", "shard": ()}
     if _has_own(run.callbacks):
         changes["monitor"] = "val_loss"  # only a callback of the user may log another metric
 
@@ -233,10 +273,11 @@ def shortened(run: Any, two: TwoRows) -> Any:
         return module.make_schedule(optimizer, steps or max_steps)
 
     parts = module.network, module.objective, module.make_optimizer, make_schedule
-    short = dataclasses.replace(options, **changes, extra={**options.extra, "limit_test_batches": 1})
+    place = {"strategy": SingleDeviceStrategy(device), "devices": [device.index] if device.index else 1}
+    short = dataclasses.replace(options, **changes, extra={**options.extra, **place, "limit_test_batches": 1})
     rows = DataModule(
         dataclasses.replace(run.rows.task, train=two, bucket=False, baselines=dict),
-        batch_size=min(len(two), max(1, run.rows.batch_size // options.accumulate)),
+        batch_size=min(len(two), max(1, run.rows.batch_size // (options.accumulate * options.world_size))),
         seed=module.seed,
         val_batch_size=2,
     )
@@ -248,6 +289,8 @@ def shortened(run: Any, two: TwoRows) -> Any:
         loggers={},
         evaluation=dataclasses.replace(run.evaluation, num_rows=2),
         on_nonfinite="stop",
+        ckpt_path=None,
+        done=0,
     )
 
 
@@ -284,10 +327,10 @@ def _has_own(parts: Mapping[str, Part | None]) -> bool:
 
 @contextmanager
 def blaming(module: TrainingModule, callbacks: Mapping[str, Part | None]) -> Iterator[None]:
-    """A context that turns any error into a ConfigError whose message begins with the path of the faulty part."""
+    """A context that turns any error but ``StoppedError`` into a ConfigError whose message begins with the path of the faulty part."""
     try:
         yield
-    except ConfigError:
+    except (ConfigError, StoppedError):
         raise
     except Exception as error:
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as L
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import distributed, nn
 
@@ -35,9 +36,9 @@ from minitx.training.loggers import (
     summary,
     wandb_id,
 )
-from minitx.training.module import NonFiniteError, TrainingModule, build_module
+from minitx.training.module import FIND_UNUSED, NonFiniteError, TrainingModule, build_module, reached_by_gradients
 from minitx.training.net import Net, build_network, decided_fields, lent
-from minitx.training.rehearse import is_rehearsed, rehearse
+from minitx.training.rehearse import rehearse
 from minitx.training.trainer import build_trainer, check_arguments, epoch_hooks, quiet_lightning
 
 log = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ def train(
         config = dataclasses.replace(config, ckpt_path=str(folder / "checkpoints" / "last.ckpt"))
     check_free(folder, config.ckpt_path)
     with built(config) as run:
-        if is_rehearsed(run.module.options, run.ckpt_path):
+        if config.trainer.rehearse:
             rehearse(run)
         return run.fit(folder, files)
 
@@ -151,7 +152,7 @@ class Run:
         """Train, and validate at the last step. With ``on_nonfinite=record``, return the first non-finite step, or None."""
         signals = next(each for each in trainer.callbacks if isinstance(each, LastCheckpoint))  # type: ignore[attr-defined]
         try:
-            with signals:
+            with signals, self._noting_gradients(trainer) as self.module.reached:
                 trainer.fit(self.module, datamodule=self.rows, ckpt_path=self.ckpt_path, weights_only=True)
         except NonFiniteError as error:
             if self.on_nonfinite == "stop":
@@ -167,6 +168,12 @@ class Run:
         for line in early_end(trainer):
             log_on_rank_zero(line)
         return None
+
+    def _noting_gradients(self, trainer: L.Trainer) -> AbstractContextManager[set[nn.Parameter] | None]:
+        """A context for ``module.reached``. Only DDP that does not look for unused parameters must know it."""
+        waits = isinstance(trainer.strategy, DDPStrategy) and trainer.world_size > 1
+        looks = self.module.options.strategy == FIND_UNUSED
+        return reached_by_gradients(self.module.network) if waits and not looks else nullcontext()
 
 
 # --- from the config to the run

@@ -29,7 +29,7 @@ from minitx.config.schema import defaults, first_line, require
 from minitx.config.training import REPLACED
 from minitx.training.devices import cpu_precision, device_of
 from minitx.training.metrics_csv import MetricsFile
-from minitx.training.module import AtomicCheckpointIO, Sharded
+from minitx.training.module import FIND_UNUSED, AtomicCheckpointIO, Sharded
 
 
 def build_trainer(
@@ -184,8 +184,8 @@ def place_of(options: TrainerConfig) -> dict[str, Any]:
     strategy: Strategy = SingleDeviceStrategy(device)  # for unknown devices Lightning would use the CPU
     if options.strategy == "sharded":
         strategy = Sharded(options.world_size)
-    elif options.strategy == "ddp" or options.world_size > 1:
-        strategy = DDPStrategy(gradient_as_bucket_view=True)
+    elif options.strategy.startswith("ddp") or options.world_size > 1:
+        strategy = DDPStrategy(gradient_as_bucket_view=True, find_unused_parameters=options.strategy == FIND_UNUSED)
     where = {"accelerator": options.accelerator, "devices": options.devices, "num_nodes": options.num_nodes}
     return {**where, "strategy": strategy, "plugins": plugins, "precision": precision}
 

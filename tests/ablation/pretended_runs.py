@@ -52,7 +52,7 @@ def from_start(path):
     return [f"init_from.path={path}", "init_from.fold_scale=true", check]
 
 
-def pretend(words, folder, cap, keep_weights, keep_attention, threshold=None):
+def pretend(words, folder, cap, keep_weights, keep_attention, threshold=None, rehearse=False):
     """One run or threshold: what it loads must be there, what others load is written, and ``broken`` beside the grid makes it fail."""
     place = Path(folder)
     asked = settings(words)
@@ -77,7 +77,7 @@ def pretend(words, folder, cap, keep_weights, keep_attention, threshold=None):
     return {"steps": cap, "accuracy": [accuracy] * cap, "nonfinite_step": None, "loss": [0.0] * cap}
 
 
-def act(words, folder, cap, keep_weights, keep_attention, threshold=None):
+def act(words, folder, cap, keep_weights, keep_attention, threshold=None, rehearse=False):
     """Does what the arm is called, in a process of its own."""
     name, place = settings(words)["arm"], Path(folder).parents[1]
     if name.startswith("raise"):
