@@ -67,12 +67,14 @@ def rehearse(run: Any) -> None:
             batch are not the sums over the single rows. The message begins with the path of the faulty part.
     """
     module, options = run.module, run.module.options
-    two = TwoRows(run.rows.first_rows(ROWS))
+    rows = run.rows.first_rows(ROWS)
+    two, is_alone = TwoRows(rows), options.world_size == 1
     with as_one_process() as number:
         device = device_of(options.accelerator, number)
         try:
             with as_before(module, device), blaming(module, run.callbacks):
-                reached = compare_rows(module, two.batch, device)
+                compare_rows(module, two.batch, device)
+                reached = [] if is_alone else reached_by_each(module, rows, device)
                 with tempfile.TemporaryDirectory() as folder, reached_by_gradients(module.network) as reached_in_training:
                     _fit_and_load(shortened(run, two, device), Path(folder))
         except ConfigError as error:
@@ -80,7 +82,8 @@ def rehearse(run: Any) -> None:
                 raise
             log.info("trainer.rehearse: the run is not rehearsed, because %s cannot hold the whole model", device)
             return
-    prepare_for_unused(module, [*reached, reached_in_training])
+    if not is_alone:
+        prepare_for_unused(module, [*reached, reached_in_training])
 
 
 def prepare_for_unused(module: TrainingModule, reached: Sequence[set[nn.Parameter]]) -> None:
@@ -101,7 +104,7 @@ def prepare_for_unused(module: TrainingModule, reached: Sequence[set[nn.Paramete
     sometimes = [name for weight, name in trained.items() if name in unused and any(weight in weights for weights in reached)]
     if options.strategy == "sharded" and sometimes:
         raise ConfigError(f"model: {few(sometimes)} some rows, and FSDP2 cannot train such a model: use trainer=ddp")
-    if unused and options.world_size > 1 and options.strategy != "sharded":
+    if unused and options.strategy != "sharded":
         log.info("model: %s some rows: DDP looks for unused parameters in every step", few(unused))
         module.options = dataclasses.replace(options, strategy=FIND_UNUSED)
 
@@ -165,11 +168,8 @@ class TwoRows(Split):
 # --- two rows in one batch and in two
 
 
-def compare_rows(module: TrainingModule, batch: Batch, device: torch.device) -> list[set[nn.Parameter]]:
+def compare_rows(module: TrainingModule, batch: Batch, device: torch.device) -> None:
     """Check that the results of two rows in one batch are the sums over the single rows. Noise is added to the weights.
-
-    Returns:
-        for each of the rows, the parameters that get a gradient from it.
 
     Raises:
         ConfigError: the sums differ, for example because the objective returns a mean, or because one row influences the other.
@@ -178,7 +178,7 @@ def compare_rows(module: TrainingModule, batch: Batch, device: torch.device) -> 
     batch = {name: value.to(device) for name, value in batch.items()}
     rows = [select_rows(batch, [row]) for row in range(len(batch["labels"]))]
     with evaluating(network), torch.enable_grad(), _with_noise(network):
-        (together, _), (again, _), (apart, reached) = (_sums_over(module, batches) for batches in ([batch], [batch], rows))
+        together, again, apart = (_sums_over(module, batches) for batches in ([batch], [batch], rows))
     for name, value in together.items():
         sum_apart, is_random = apart[name], not math.isclose(value, again[name], rel_tol=1e-3, abs_tol=1e-12)
         if not math.isfinite(value) or is_random:
@@ -189,16 +189,25 @@ def compare_rows(module: TrainingModule, batch: Batch, device: torch.device) -> 
                 "over the targets, and rows must not influence each other (a contrastive loss, which needs this, trains with "
                 "trainer.rehearse=false)"
             )
+
+
+def reached_by_each(module: TrainingModule, batch: Batch, device: torch.device) -> list[set[nn.Parameter]]:
+    """Return the parameters that get a gradient from each row of a batch."""
+    reached = []
+    with evaluating(module.network), torch.enable_grad():
+        for row in range(len(batch["labels"])):
+            with reached_by_gradients(module.network) as reached_now:
+                _sums_over(module, [{name: value.to(device) for name, value in select_rows(batch, [row]).items()}])
+            reached.append(reached_now)
     return reached
 
 
-def _sums_over(module: TrainingModule, batches: Iterable[Batch]) -> tuple[dict[str, float], list[set[nn.Parameter]]]:
-    """Return the sums of the objective over batches with the norm of the gradient, and the parameters that each batch reaches."""
+def _sums_over(module: TrainingModule, batches: Iterable[Batch]) -> dict[str, float]:
+    """Return the sums of the objective over batches, and the norm of the gradient."""
     known = set(module.network.parameters())
     weights = [weight for weight in module.network.parameters() if weight.requires_grad]
     module.network.zero_grad(set_to_none=True)
     totals: dict[str, float] = {}
-    reached = []
     for batch in batches:
         module.net.check(batch)
         sums = module.sums({**batch, "num_targets": num_targets(batch["labels"])})
@@ -209,13 +218,11 @@ def _sums_over(module: TrainingModule, batches: Iterable[Batch]) -> tuple[dict[s
                         f"objective: the loss depends on a weight of shape {tuple(leaf.shape)} outside of the model, but no optimizer trains "
                         "it: move it into the model, or set its requires_grad to False"
                     )
-            with reached_by_gradients(module.network) as reached_now:
-                sums["loss"].backward()
-            reached.append(reached_now)
+            sums["loss"].backward()
         for name, value in sums.items():
             totals[name] = totals.get(name, 0.0) + float(value.detach())
     gradients = [weight.grad for weight in weights if weight.grad is not None]
-    return {**totals, "the gradient": float(nn.utils.get_total_norm(gradients))}, reached
+    return {**totals, "the gradient": float(nn.utils.get_total_norm(gradients))}
 
 
 def _leaves(loss: Tensor) -> Iterator[nn.Parameter]:

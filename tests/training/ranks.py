@@ -5,6 +5,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,8 @@ def environment(rank: int, world: int, port: int) -> dict[str, str]:
     return {name: str(value) for name, value in (places | meeting | {"TORCHELASTIC_RUN_ID": "test"}).items()}
 
 
-def run_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What ``function(*arguments)`` returns in each of ``world`` processes.
+def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
+    """What ``function(*arguments, **options)`` returns in each of ``world`` processes.
 
     Raises:
         AssertionError: one of them raised (with its traceback), or was not done in time.
@@ -41,7 +42,9 @@ def run_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list
     for rank in range(world):
         ours, theirs = _SERVER.Pipe()
         settings = environment(rank, world, store.port) if world > 1 else {}
-        process = _SERVER.Process(target=_run, args=(theirs, settings, function, arguments))  # a daemon could start no workers
+        process = _SERVER.Process(
+            target=_run, args=(theirs, settings, partial(function, **options), arguments)
+        )  # a daemon could start no workers
         process.start()
         theirs.close()
         pipes.append(ours)

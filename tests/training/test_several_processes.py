@@ -1,0 +1,168 @@
+"""What one process refuses or serves, several do: mistakes that a rehearsal finds, and parameters without a gradient."""
+
+import functools
+import os
+
+import pytest
+import torch
+from extra import fit, losses_of
+from ranks import run_ranks
+from torch import nn
+
+from minitx.config import ConfigError
+from minitx.data.task import Task
+from minitx.training.module import UnusedParametersError
+
+ROWS = [{"input": torch.tensor([float(i % 7), float(i % 5), 1.0]) / 7, "labels": i % 2} for i in range(32)]
+PLACES = {"ddp": {"strategy": "ddp"}, "sharded": {"strategy": "sharded", "shard": ("Linear",)}}
+
+
+class Pooled(nn.Module):
+    """A model with a layer that its output does not depend on."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.head, self.pooler = nn.Linear(3, 2), nn.Linear(3, 3)
+
+    def forward(self, input):
+        return self.head(input)
+
+
+class Routed(nn.Module):
+    """A mixture: each row goes through one of two layers, and a layer without rows is not called."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = nn.ModuleList(nn.Linear(3, 2, bias=False) for _ in range(2))
+
+    def forward(self, input):
+        chosen = (input[:, 0] > 0.4).long()
+        output = input.new_zeros(len(input), 2)
+        for number, expert in enumerate(self.experts):
+            if (rows := chosen == number).any():
+                output = output.index_put((rows.nonzero()[:, 0],), expert(input[rows]))
+        return output
+
+
+class Late(nn.Module):
+    """A model that leaves out its second layer after two steps of training, which no rehearsal can know.
+
+    Args:
+        ranks: the processes that do so.
+        instead: whether another layer of the same shape takes its place.
+    """
+
+    def __init__(self, ranks, instead):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.calls, self.ranks = Layers(instead), 0, ranks
+
+    def forward(self, input):
+        self.calls += self.training
+        return self.layers(input, self.calls > 2 and int(os.environ["RANK"]) in self.ranks)
+
+
+class Layers(nn.Module):
+    def __init__(self, instead):
+        super().__init__()
+        self.head, self.second = nn.Linear(3, 2), nn.Linear(3, 3)
+        self.third = nn.Linear(3, 3) if instead else nn.Identity()
+
+    def forward(self, input, is_late):
+        return self.head((self.third if is_late else self.second)(input))
+
+
+def total(logits, batch):
+    return nn.functional.cross_entropy(logits, batch["labels"], reduction="sum")
+
+
+def mean(logits, batch):
+    return nn.functional.cross_entropy(logits, batch["labels"])
+
+
+def outcome(folder, network, objective, **options):
+    """The losses of a run, or its error's name and message."""
+    data = Task(name="mine", train=ROWS, val=ROWS[:6])
+    options = {"rehearse": True, "max_steps": 3, "val_every": 0, "val_batch_size": 4, **options}
+    try:
+        fit(folder, data, model=network(), objective=objective, batch_size=8, **options)
+    except (ConfigError, UnusedParametersError) as error:
+        return type(error).__name__, str(error)
+    return losses_of(folder)
+
+
+def outcomes(root, cases):
+    return {name: outcome(root / name, network, objective, **options) for name, (network, objective, options) in cases.items()}
+
+
+CASES = {
+    f"{name}-{place}": (network, objective, {"devices": 2, **options})
+    for place, options in PLACES.items()
+    for name, network, objective in (("pooled", Pooled, total), ("mean", Pooled, mean), ("routed", Routed, total))
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """``found(place)``: what each of two processes makes of the cases there, in one process group, and what one process makes of them."""
+
+    @functools.cache
+    def of(place):
+        root = tmp_path_factory.mktemp(place)
+        cases = {name.partition("-")[0]: case for name, case in CASES.items() if name.endswith(place)}
+        alone = {name: outcome(root / f"alone-{name}", *case[:2]) for name, case in cases.items()}
+        return *run_ranks(2, outcomes, root, cases), alone
+
+    return of
+
+
+PLACED = ["ddp", pytest.param("sharded", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("place", PLACED)
+def test_every_process_refuses_a_mean_as_one_does(found, place):
+    for result in (each["mean"] for each in found(place)):
+        assert result == found(place)[-1]["mean"]
+        assert result[0] == "ConfigError"
+        assert result[1].startswith("objective: loss of two rows in one batch")
+
+
+@pytest.mark.parametrize("place", PLACED)
+def test_a_parameter_without_a_gradient_does_not_stop_several_processes(found, place):
+    first, second, alone = found(place)
+    for name in ("pooled", "routed") if place == "ddp" else ("pooled",):
+        assert first[name] == second[name] == pytest.approx(alone[name], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_fsdp_refuses_a_parameter_that_some_rows_do_not_reach(found):
+    for result in found("sharded")[:2]:
+        kind, message = result["routed"]
+        assert kind == "ConfigError"
+        assert message.startswith("model: experts.0.weight, experts.1.weight get no gradient from some rows")
+
+
+@pytest.mark.slow
+def test_ddp_names_a_parameter_that_loses_its_gradient_during_training(tmp_path):
+    late = functools.partial(Late, (0, 1), instead=False)
+    for kind, message in run_ranks(2, outcome, tmp_path / "run", late, total, devices=2, max_steps=5):
+        assert kind == "UnusedParametersError"
+        assert message.startswith("model: layers.second.weight, layers.second.bias get no gradient from step 3")
+
+
+@pytest.mark.slow
+def test_fsdp_adds_no_gradient_of_one_parameter_to_that_of_another(tmp_path):
+    late, place = functools.partial(Late, (1,), instead=True), {"strategy": "sharded", "shard": ("Layers",)}
+    for kind, message in run_ranks(2, outcome, tmp_path / "run", late, total, devices=2, max_steps=5, **place):
+        assert kind == "UnusedParametersError"
+        assert "get no gradient from step 3 in some processes only" in message
+
+
+@pytest.mark.slow
+def test_ddp_that_looks_for_unused_parameters_trains_a_model_that_leaves_them_out_late(tmp_path):
+    late, options = functools.partial(Late, (0, 1), instead=False), {"strategy": "ddp_find_unused_parameters_true"}
+    first, second = run_ranks(2, outcome, tmp_path / "run", late, total, devices=2, max_steps=5, **options)
+    assert first == second
+    assert len(first) == 5
