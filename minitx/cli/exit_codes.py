@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from minitx.cli.launch import FOLDER, RankFailedError, tell_launcher
+from minitx.cli.launch import FOLDER, LOST, RankFailedError, is_of_a_lost_process, tell_launcher
 from minitx.config import ConfigError
 
 
@@ -86,6 +86,8 @@ def sentence(error: BaseException) -> tuple[str, int]:
         return text, 3
     if is_of_hydra(error):
         return message_of(error), 2
+    if is_of_a_lost_process(error):
+        return LOST, 3
     return f"{kind}: {text or 'no message'} (traceback=true shows where)", 3
 
 

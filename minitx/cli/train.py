@@ -24,7 +24,7 @@ from minitx.ablation.design import AblationConfig
 from minitx.cli.command_line import Flags
 from minitx.cli.compose import build_config, build_grid, explaining, find_own_modules, readable, register_defaults, unlisted
 from minitx.cli.exit_codes import exit_code, sentence
-from minitx.cli.launch import FOLDER, job_name, launch, needs_launch, run_training, started_from_outside
+from minitx.cli.launch import FOLDER, job_name, launch, needs_launch, run_training, started_from_outside, stop_with_parent
 from minitx.config import CONFIG_DIR, ConfigError, RunConfig
 from minitx.config.part import import_modules
 from minitx.config.schema import require
@@ -38,6 +38,8 @@ log = logging.getLogger("minitx")
 def main() -> int:
     """The program behind ``scripts/train.py`` and ``minitx-train``; returns the exit code."""
     register_defaults()
+    if FOLDER in os.environ:
+        stop_with_parent()
 
     def program() -> None:
         _GRIDS.clear()

@@ -213,9 +213,9 @@ def check_free(folder: Path, ckpt_path: str | None) -> None:
     """Check, in the process of rank 0, that a run does not overwrite another run.
 
     Raises:
-        ConfigError: the folder contains a run, and ``ckpt_path`` is not a file in it.
+        ConfigError: the folder contains a run, and ``ckpt_path`` is neither ``last`` nor a file in it.
     """
-    if rank() or not (folder / "metrics.csv").exists():
+    if rank() or ckpt_path == "last" or not (folder / "metrics.csv").exists():
         return
     if ckpt_path is None or not _is_in(folder, ckpt_path):
         other = "" if ckpt_path is None else f", and ckpt_path={ckpt_path} is not a checkpoint of that run"

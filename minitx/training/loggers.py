@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,28 +36,47 @@ def run_folder(folder: Path, files: Mapping[str, str]) -> Iterator[None]:
     """A context that creates the run's folder and its text files, and copies the log of each process to ``logs/rank_N.log``.
 
     If an error occurs before the first step, a new folder is removed. The traceback of an error is written only to the log
-    file.
+    file. While the context lasts, no other process can enter it for the same folder and rank.
 
     Raises:
-        ConfigError: the folder cannot be created or written.
+        ConfigError: the folder cannot be created or written, or another process trains in it.
     """
-    new_folders = [] if rank() else _create(folder, files)
+    path = folder / "logs" / f"rank_{rank()}.log"
     try:
-        with _log_to(folder / "logs" / f"rank_{rank()}.log"):
-            yield
-    except ConfigError:
-        if not (folder / "metrics.csv").exists() or not read_metrics(folder / "metrics.csv"):
-            for new_folder in new_folders:
-                with suppress(OSError):  # others already use a parent folder
-                    shutil.rmtree(new_folder) if new_folder == folder else new_folder.rmdir()
-        raise
+        new_folders = [place for place in (folder, *folder.parents) if not place.exists()]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handler = _LogFile(path, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise ConfigError(f"output_dir={folder} cannot be written: {error.strerror}") from None
+    with closing(handler), _locked(handler, folder):
+        try:
+            with _log_to(handler):
+                if not rank():
+                    _write(folder, files)
+                yield
+        except ConfigError:
+            if not rank() and (not (folder / "metrics.csv").exists() or not read_metrics(folder / "metrics.csv")):
+                for new_folder in new_folders:
+                    with suppress(OSError):  # others already use a parent folder
+                        shutil.rmtree(new_folder) if new_folder == folder else new_folder.rmdir()
+            raise
 
 
-def _create(folder: Path, files: Mapping[str, str]) -> list[Path]:
-    """Create the folder and its files, and return the folders that did not exist before, innermost first."""
+@contextmanager
+def _locked(handler: logging.FileHandler, folder: Path) -> Iterator[None]:
+    """A context in which this process has locked its log. The lock ends with the process, and its children do not have it."""
+    assert handler.stream is not None
     try:
-        new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
+        fcntl.lockf(handler.stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):  # others: a file system without locks
+            raise ConfigError(f"output_dir={folder}: another process is training in this folder") from None
+    yield
+
+
+def _write(folder: Path, files: Mapping[str, str]) -> None:
+    """Write the text files of a run, and remove what a killed run left."""
+    try:
         clean_up(folder / "checkpoints")
         for name, text in files.items():
             new = folder / f"{name}.new"  # after a crash or on a full disk, the old or the new file remains
@@ -63,18 +84,19 @@ def _create(folder: Path, files: Mapping[str, str]) -> list[Path]:
             new.replace(folder / name)
     except OSError as error:
         raise ConfigError(f"output_dir={folder} cannot be written: {error.strerror}") from None
-    return new_folders
 
 
 class _LogFile(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """Ignore a full disk here: the run stops when a metric or a checkpoint cannot be written."""
 
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
 
 @contextmanager
-def _log_to(path: Path) -> Iterator[None]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handler = _LogFile(path, encoding="utf-8", errors="backslashreplace")
+def _log_to(handler: logging.FileHandler) -> Iterator[None]:
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     root = logging.getLogger()
     root.addHandler(handler)
@@ -85,8 +107,6 @@ def _log_to(path: Path) -> Iterator[None]:
         raise
     finally:
         root.removeHandler(handler)
-        with suppress(OSError):
-            handler.close()
 
 
 # --- the summary before the first step

@@ -92,6 +92,24 @@ def test_under_nohup_the_processes_go_on_when_the_terminal_closes(monkeypatch, t
     assert ["SIGHUP" in each.signals_to_handle for each in seen] == [False, True]
 
 
+def test_a_run_of_several_processes_is_resumed_in_its_folder_and_not_repeated_there(cli, place, monkeypatch):
+    launched = []
+
+    def launch(words, processes, folder):
+        launched.append(words)
+        (folder / "result.json").write_text(json.dumps(RESULT))
+
+    monkeypatch.setattr("minitx.cli.train.launch", launch)
+    (place / "run").mkdir()
+    (place / "run" / "metrics.csv").write_text("step\n1\n")
+    words = [*TINY, "output_dir=run"]
+    assert cli(*words, "ckpt_path=last").code == 0
+    assert "ckpt_path=last" in launched[0]
+    said = cli(*words)
+    assert said.code == 2 and "ckpt_path=last" in said.err
+    assert len(launched) == 1
+
+
 def rank_of(folder, parent):
     """The rank of the process whose folder in /proc this is; None for one that ``parent`` did not start."""
     try:
@@ -126,6 +144,14 @@ def test_a_killed_process_is_the_reason_also_where_all_end_in_one_second(other, 
             failure.timestamp = 1
         said = launch._failure(failures, tmp_path)
         assert said.code == 3 and f"process {victim}" in str(said) and "SIGKILL" in str(said)
+
+
+def test_a_lost_connection_is_not_the_reason_where_another_process_has_one(tmp_path):
+    failures = {n: ProcessFailure(n, 1, 3, str(tmp_path / "none")) for n in (0, 1)}
+    for number, reason in ((0, launch.LOST), (1, "model: a gets no gradient")):
+        failures[number].timestamp = number
+        failures[number].error_file_data = {"message": {"message": reason}}
+    assert str(launch._failure(failures, tmp_path)) == "model: a gets no gradient"
 
 
 def test_a_sweeper_is_told_nan_of_a_diverged_run_on_several_devices(cli, place, monkeypatch):
