@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,16 @@ def test_a_run_of_several_processes_is_resumed_in_its_folder_and_not_repeated_th
     said = cli(*words)
     assert said.code == 2 and "ckpt_path=last" in said.err
     assert len(launched) == 1
+
+
+def test_a_process_whose_launcher_is_gone_stops_as_by_sigterm(monkeypatch):
+    parents, stopped = iter([1, 1, 2]), threading.Event()
+    monkeypatch.setattr(os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(
+        os, "kill", lambda process, number: (process, number) == (os.getpid(), signal.SIGTERM) and stopped.set()
+    )
+    launch.stop_with_parent()
+    assert stopped.wait(PATIENCE)
 
 
 def rank_of(folder, parent):

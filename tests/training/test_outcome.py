@@ -6,6 +6,8 @@ import json
 import logging
 import math
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import lightning.pytorch as L
@@ -90,6 +92,23 @@ def test_a_full_disk_or_a_crash_leaves_the_files_of_the_run_that_goes_on_as_they
     with pytest.raises(TypeError):
         metrics_csv.drop_records(probes, 1)
     assert config.read_text(encoding="utf-8") == "old" and len(metrics_csv.read_records(probes)) == 2
+
+
+def test_two_processes_cannot_train_in_one_folder(tmp_path):
+    (tmp_path / "logs").mkdir()
+    hold = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", hold, str(tmp_path / "logs" / "rank_0.log")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        with (
+            pytest.raises(ConfigError, match="another process is training"),
+            loggers.run_folder(tmp_path, {"config.yaml": "a"}),
+        ):
+            pass
+        assert [path.name for path in tmp_path.iterdir()] == ["logs"]
+        other.stdin.close()
+    with loggers.run_folder(tmp_path, {"config.yaml": "b"}):
+        assert (tmp_path / "config.yaml").read_text(encoding="utf-8") == "b"
 
 
 def summary(folder, *rows, **facts):

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -132,6 +133,16 @@ def test_a_run_that_goes_on_with_another_objective_says_so(make_config, tmp_path
         parts = {name: getattr(changed, name) for name in ("data", "objective", "optimizer", "schedule")}
         check_resumed(changed.ckpt_path, parts, {**state, "config": to_dict(changed)})
         assert ("resumes with another objective" in caplog.text) == bool(change) and change in caplog.text
+
+
+def test_a_run_stops_by_the_first_of_two_signals_and_the_other_does_not_hurry_it(make_config, tmp_path):
+    def send(*_):
+        for number in (signal.SIGUSR2, signal.SIGHUP):
+            os.kill(os.getpid(), number)
+
+    with pytest.raises(StoppedError, match="SIGUSR2 after step 3"):
+        train_with(make_config(trainer__ckpt_every=100), tmp_path / "run", Before(3, send))
+    assert last(tmp_path / "run")["global_step"] == 3
 
 
 def test_a_run_does_not_go_on_where_the_same_ids_are_other_characters(make_config, tmp_path):
