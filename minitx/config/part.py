@@ -255,7 +255,8 @@ class Part(Readable):
         args, arguments = self._built()
         more = {name: value for name, value in offered.items() if name in self.names and name not in arguments}
         missing = [name for name in required(self.target, len(first) + len(args)) if name not in {**arguments, **more}]
-        require(self.is_partial or not missing, f"{self.path}.{''.join(missing[:1])} is missing")
+        if missing and not self.is_partial:
+            raise ConfigError(f"{self.path}.{missing[0]} is missing")
         try:
             call = functools.partial(self.target, *first, *args, **arguments, **more)
             return call if self.is_partial else call()

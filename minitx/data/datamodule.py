@@ -10,7 +10,6 @@ import torch
 from lightning.pytorch import LightningDataModule
 
 from minitx.config import ConfigError, Part, TrainerConfig
-from minitx.config.schema import require
 from minitx.data.batches import AddressedLoader, Addresses, Source, TrainSource, ValSource
 from minitx.data.lightning_data import load_task
 from minitx.data.task import Batch, Split, Task, as_split, position_texts
@@ -112,10 +111,10 @@ class DataModule(LightningDataModule):
         Raises:
             ConfigError: the data are new in every step, or a stream.
         """
-        require(
-            isinstance(self._train, Split),
-            f"trainer.max_epochs={epochs} needs a fixed number of training rows, but {self.task.name} has none: set trainer.max_steps",
-        )
+        if not isinstance(self._train, Split):
+            raise ConfigError(
+                f"trainer.max_epochs={epochs} needs a fixed number of training rows, but {self.task.name} has none: set trainer.max_steps"
+            )
         return math.ceil(epochs * len(self._train) / self.batch_size)
 
     def val_batch_size(self, world: int) -> int:

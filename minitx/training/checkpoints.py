@@ -277,22 +277,21 @@ class Start:
                 not, or cannot be, folded; or the weights are of a model that differs from its config in other ways than ``network``.
         """
         net = Net.of(network)
-        config = net.config
         if self.changes and list(self.changes) != net.changes():
             raise ConfigError(
                 f"init_from.path={self.path} contains a model that differs from its config: {joined(self.changes)}. The model of this run "
                 "would be another function: build it as for the run that wrote the weights, and pass it to train(model=...)"
             )
-        if config is not None:
-            self._check_scale(config)
+        model = net.config
+        if model is not None:
+            self._check_scale(model)
         try:
             load_weights(network, self.weights)
-            if self.fold_scale and self.shape is not None and config is not None:
-                from minitx.nn.folding import fold_scale, set_scale
+            if self.fold_scale and self.shape is not None and model is not None:
+                from minitx.nn.folding import fold_ours, set_scale
 
-                # first the scale of the weights, then the config's
-                set_scale(network, self.shape["scale"], factor=self.shape["scale_factor"])
-                fold_scale(network, config.scale, factor=config.scale_factor)
+                set_scale(network, self.shape["scale"], factor=self.shape["scale_factor"])  # the scale of the weights
+                fold_ours(network, model.scale, model.scale_factor)
         except (RuntimeError, ValueError) as error:
             raise ConfigError(f"init_from.path={self.path} does not match the model: {first_line(error)}") from error
 

@@ -38,7 +38,7 @@ from minitx.training.loggers import (
 from minitx.training.module import NonFiniteError, TrainingModule, build_module
 from minitx.training.net import Net, build_network, decided_fields, lent
 from minitx.training.rehearse import is_rehearsed, rehearse
-from minitx.training.trainer import build_trainer, check_arguments, epoch_hooks, quiet_lightning
+from minitx.training.trainer import build_trainer, check_extra, epoch_hooks, quiet_lightning
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ def with_objects(config: RunConfig, batch_size: int, **objects: Any) -> RunConfi
     if not isinstance(model, nn.Module | None):
         raise ConfigError(f"model must be a torch.nn.Module, got {model!r:.60}")
     loading = {"data": {"batch_size": read(Count, batch_size, "batch_size")}}
-    check_arguments(config.trainer.extra)
+    check_extra(config.trainer.extra)
     import_modules(config.imports)
     given = {name: value for name, value in objects.items() if value is not None}
     parts: dict[str, Any] = {name: Part.of_object(value, name, **loading.get(name, {})) for name, value in given.items()}

@@ -47,7 +47,6 @@ def build_trainer(
     Raises:
         ConfigError: Lightning does not accept the devices, the strategy, ``trainer.extra``, a plugin or the profiler.
     """
-    check_extra(options.extra)
     check_callbacks(callbacks)
     place = place_of(options)
     place["plugins"] += [checkpoints or AtomicCheckpointIO()] + [
@@ -95,34 +94,31 @@ def key_of_argument(name: str) -> str | None:
     return REPLACED.get(name, f"trainer.{name}" if name in defaults(TrainerConfig) else f"trainer.extra.{name}")
 
 
-def check_arguments(extra: Mapping[str, Any]) -> None:
-    """Refuse entries of ``trainer.extra`` that are not arguments of Lightning's Trainer, or that have a key of their own.
+def check_extra(extra: Mapping[str, Any]) -> None:
+    """Refuse entries of ``trainer.extra`` that are no arguments of Lightning's Trainer, have their own key, or have no effect.
 
     Raises:
         ConfigError: ``extra`` has such an entry. The message names the key, or a similar argument.
     """
     for name in sorted(extra):
         key = key_of_argument(name)
-        near = [key_of_argument(like) for like in difflib.get_close_matches(name, sorted(parameter_names(L.Trainer)), n=1)]
-        meant = f" (did you mean {near[0]}?)" if near else ""
-        require(key is not None, f"trainer.extra.{name} is not an argument of Lightning's Trainer{meant}")
-        require(key == f"trainer.extra.{name}", f"trainer.extra.{name} is not allowed: use {key}")
+        if key is None:
+            near = difflib.get_close_matches(name, sorted(parameter_names(L.Trainer)), n=1)
+            meant = f" (did you mean {key_of_argument(near[0])}?)" if near else ""
+            raise ConfigError(f"trainer.extra.{name} is not an argument of Lightning's Trainer{meant}")
+        if key != f"trainer.extra.{name}":
+            raise ConfigError(f"trainer.extra.{name} is not allowed: use {key}")
+        if name in NO_EFFECT:
+            raise ConfigError(f"trainer.extra.{name} has no effect{NO_EFFECT[name]}")
 
 
-def check_extra(extra: Mapping[str, Any]) -> None:
-    """Refuse arguments that have no effect on our training step or data.
+_OF_EPOCHS = ("limit_train_batches", "check_val_every_n_epoch", "min_epochs", "reload_dataloaders_every_n_epochs")
 
-    Raises:
-        ConfigError: ``extra`` has such an argument.
-    """
-    of_epochs = {"limit_train_batches", "check_val_every_n_epoch", "min_epochs", "reload_dataloaders_every_n_epochs"}
-    idle = {
-        "has no effect: the training step clips by norm": {"gradient_clip_algorithm"},
-        "has no effect on the data of a Task": {"use_distributed_sampler", *of_epochs},
-    }
-    for why, names in idle.items():
-        for name in sorted(names & set(extra)):
-            raise ConfigError(f"trainer.extra.{name} {why}")
+NO_EFFECT = {
+    "gradient_clip_algorithm": ": the training step clips by norm",
+    **dict.fromkeys(("use_distributed_sampler", *_OF_EPOCHS), " on the data of a Task"),
+}
+"""Arguments of Lightning's Trainer that have no effect on our training step or data, with the reason."""
 
 
 def validation_of(options: TrainerConfig) -> dict[str, Any]:
