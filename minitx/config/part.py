@@ -147,10 +147,8 @@ class Part(Readable):
 
     def _read(self, takes: Takes) -> Part:
         """Return this part with its arguments read by the signature of its target."""
-        has_fields = config_class_of(self.target) is not None
-        require(
-            not (self.args and has_fields), f"{self.path}._args_={list(self.args)}: the arguments of {self.name} have names"
-        )
+        if self.args and config_class_of(self.target) is not None:
+            raise ConfigError(f"{self.path}._args_={list(self.args)}: the arguments of {self.name} have names")
         arguments, names = dict(self.arguments), self.names
         run_values = {
             key: read(hint, arguments.get(key, default) if key in names else arguments.pop(key, default), f"{self.path}.{key}")

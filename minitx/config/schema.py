@@ -203,8 +203,8 @@ def read_call(
             names = [*(name for name, param in named.items() if not _is_passed(param, offers)), *other_keys]
             raise ConfigError(f"{path}{key} is not a key{nearest(key, names, path) or '; allowed here: ' + ', '.join(names)}")
     for name, param in named.items():
-        known = offers is None or param.default is not param.empty or name in values or name in offers
-        require(known, f"{path}{name} is missing")
+        if offers is not None and param.default is param.empty and name not in {*values, *offers}:
+            raise ConfigError(f"{path}{name} is missing")
     # nodes last: they may import torch, and mistakes in plain values are reported sooner
     names = sorted(values, key=lambda name: _has_node(values[name]))
     return {name: read(hints.get(name, Any), values[name], f"{path}{name}") for name in names}
@@ -329,11 +329,8 @@ def check_choice(key: str, value: Any, allowed: Iterable[Any]) -> None:
 def needs(config: Any, name: str, other: str, *values: str) -> None:
     """Raise a ConfigError if field ``name`` is not its default while field ``other`` has none of ``values``."""
     value, other_value = getattr(config, name), getattr(config, other)
-    is_default = value == type(config).__dataclass_fields__[name].default
-    require(
-        is_default or other_value in values,
-        f"{name}={shown(value)} belongs to {other}={' or '.join(values)}, got {other}={shown(other_value)}",
-    )
+    if value != type(config).__dataclass_fields__[name].default and other_value not in values:
+        raise ConfigError(f"{name}={shown(value)} belongs to {other}={' or '.join(values)}, got {other}={shown(other_value)}")
 
 
 def nearest(value: Any, allowed: Iterable[Any], path: str = "") -> str:

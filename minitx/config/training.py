@@ -242,9 +242,10 @@ class TrainerConfig(Config):
 
     def check_rows(self, rows: int) -> None:
         """Raise a ConfigError unless micro-batches and processes can share the rows of a step evenly."""
-        fits = rows % (self.accumulate * self.world_size) == 0
-        parts = f"trainer.accumulate={self.accumulate} x trainer.devices={self.world_size}"
-        require(fits, f"data.batch_size={rows} must be divisible by {parts}")
+        require(
+            rows % (self.accumulate * self.world_size) == 0,
+            f"data.batch_size={rows} must be divisible by trainer.accumulate={self.accumulate} x trainer.devices={self.world_size}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -332,8 +332,7 @@ def adopt_hf(
         raise TypeError(f"adopt_hf needs a transformers model, or a module that contains one, got {type(model).__name__}")
     if adopted_cores(model):
         raise ValueError(f"{type(model).__name__} is already adopted: call release_hf first")
-    is_auto = isinstance(check, str) and check == "auto"
-    if not (is_auto or check is False or isinstance(check, Mapping)):
+    if check is not False and not isinstance(check, Mapping) and not (isinstance(check, str) and check == "auto"):
         raise ValueError(f"check={check!r} must be 'auto', False, or a mapping with the arguments of a call")
     for root in roots:
         if root.config._attn_implementation == NAME:  # it was built from the config of an adopted model

@@ -205,16 +205,12 @@ def chat(
     template = template or made_by.chat_template or TEMPLATE
     made_by.chat_template = template  # a checkpoint stores it with the tokenizer
     format, name = ChatFormat(template, made_by), f"data.path={path}"
-    has_tools = any("tools" in table.column_names and any(table["tools"]) for table in tables)
-    require(
-        not has_tools or not re.search(r"\btools\b", template),
-        f"{name} has a column tools, but tools are not passed to the template: write them into a message, or remove the column",
-    )
-    has_calls = any("tool_calls" in message for chats in splits for chat in chats for message in chat)
-    require(
-        not has_calls or "tool_calls" in template,
-        f"data.messages_column={messages_column} has tool_calls, but data.template does not write them",
-    )
+    if re.search(r"\btools\b", template) and any("tools" in table.column_names and any(table["tools"]) for table in tables):
+        raise ConfigError(
+            f"{name} has a column tools, but tools are not passed to the template: write them into a message, or remove the column"
+        )
+    if "tool_calls" not in template and any("tool_calls" in message for chats in splits for chat in chats for message in chat):
+        raise ConfigError(f"data.messages_column={messages_column} has tool_calls, but data.template does not write them")
     if "strftime_now" in template:
         log.warning("data.template writes today's date, so a run that resumes on another day has different rows")
     (train, of_train), (val, of_val) = (

@@ -113,10 +113,8 @@ class StepLog(StepCallback):
 
     def _write(self, trainer: L.Trainer, module: TrainingModule, step: int) -> None:
         self._open = None
-        sums = summed(trainer, module)
-        sums, bad_step, tokens, grad_norm = to_host(
-            (sums, module.latch.step, self.tokens, module.grad_norm)
-        )  # the only wait for the device
+        on_device = summed(trainer, module), module.latch.step, self.tokens, module.grad_norm
+        sums, bad_step, tokens, grad_norm = to_host(on_device)  # the only wait for the device
         if module.device.type != "cpu":
             module.latch.note(int(bad_step))
             module.raise_if_nonfinite()
@@ -186,12 +184,9 @@ def step_means(trainer: L.Trainer, module: TrainingModule) -> dict[str, float]:
 def summed(trainer: L.Trainer, module: TrainingModule) -> Tensor:
     """Return loss, targets and the other sums of the step over all processes, on the device. This is a collective operation."""
     wide = widest_float(module.device)
-    device, local = (
-        torch.as_tensor(module.step_loss).device,
-        [module.step_loss, module.step_targets, *module.step_sums.values()],
-    )
-    values = torch.stack([torch.as_tensor(value, device=device).to(wide) for value in local])
-    return sum_over_rows(trainer, values)
+    device = torch.as_tensor(module.step_loss).device
+    local = [module.step_loss, module.step_targets, *module.step_sums.values()]
+    return sum_over_rows(trainer, torch.stack([torch.as_tensor(value, device=device).to(wide) for value in local]))
 
 
 def means_of(sums: Tensor, trainer: L.Trainer, module: TrainingModule) -> dict[str, float]:
@@ -436,9 +431,8 @@ class LastCheckpoint(StepCallback, Checkpoint):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         stops = [each for each in trainer.callbacks if isinstance(each, EarlyStopping)]  # type: ignore[attr-defined]
-        self._patience = {
-            each: each.patience for each in stops
-        }  # keep the config's patience: loading a checkpoint restores the old one
+        # keep the config's patience: loading a checkpoint restores the old one
+        self._patience = {each: each.patience for each in stops}
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.saved_at = time.monotonic()

@@ -380,10 +380,10 @@ def check_labels(task: Task) -> None:
         for label in labels:
             number = label.item() if getattr(label, "ndim", None) == 0 else label
             is_wrong = isinstance(number, bool | float) or (isinstance(number, int) and not 0 <= number < classes)
-            require(
-                not is_wrong or number == IGNORED,
-                f"{task.name}: labels must be classes from 0 to {classes - 1}, or {IGNORED} where they do not count, got {number}",
-            )
+            if is_wrong and number != IGNORED:
+                raise ConfigError(
+                    f"{task.name}: labels must be classes from 0 to {classes - 1}, or {IGNORED} where they do not count, got {number}"
+                )
 
 
 # --- checkpoints and sharding
@@ -488,8 +488,6 @@ def load_whole(network: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 def part_of(whole: Tensor, local: Tensor) -> Tensor:
     """Return this process's shard of ``whole``, with the sharding of ``local``."""
-    return (
-        distribute_tensor(whole, local.device_mesh, local.placements, src_data_rank=None)
-        if isinstance(local, DTensor)
-        else whole
-    )
+    if isinstance(local, DTensor):
+        return distribute_tensor(whole, local.device_mesh, local.placements, src_data_rank=None)
+    return whole

@@ -95,9 +95,8 @@ def muon(
     """
     options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "eps": eps, "rules": rules, "head_dim": head_dim}
     groups = parameter_groups(network, matrix_lr=matrix_lr, **options)
-    trained = [p for group in groups if "matrix" in group for p in group["params"] if p.requires_grad]  # type: ignore[attr-defined]
     require(
-        bool(trained),
+        any(p.requires_grad for group in groups if "matrix" in group for p in group["params"]),  # type: ignore[attr-defined]
         f"optimizer=muon needs a trainable torch.nn.Linear other than heads, but {type(network).__name__} has none: use optimizer=adamw",
     )
     optimizer = Muon(groups, betas=betas, momentum=momentum, steps=ns_steps)

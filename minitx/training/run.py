@@ -65,7 +65,8 @@ def train(
         files: further text files to write to the folder, by name (``config.yaml``, ``command.txt``).
         model, data, objective: objects to use instead of the config's. Without ``data``, your own model is also
             trained on ``config.data``, by default the King James text. Load a checkpoint of your own model, or of a
-            model of minitx that was changed after its config built it, with ``load_model(path, model=...)``. The programs can only open data and objectives that a config names.
+            model of minitx that was changed after its config built it, with ``load_model(path, model=...)``. The programs can
+            only open data and objectives that a config names.
         batch_size: number of rows in a step, if ``data`` is a ``Task``. A ``LightningDataModule`` has its own batch size.
 
     Raises:

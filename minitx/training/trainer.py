@@ -25,7 +25,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 
 from minitx.config import ConfigError, TrainerConfig
 from minitx.config.part import parameter_names
-from minitx.config.schema import defaults, first_line, require
+from minitx.config.schema import defaults, first_line
 from minitx.config.training import REPLACED
 from minitx.training.devices import cpu_precision, device_of
 from minitx.training.metrics_csv import MetricsFile
@@ -144,17 +144,21 @@ NOT_FOR_RUNS = {
 def check_callbacks(callbacks: Sequence[L.Callback]) -> None:
     """Raise a ConfigError if a callback is in ``NOT_FOR_RUNS``, or saves by a validation metric before the validation of its step."""
     for callback in callbacks:
-        if isinstance(callback, ModelCheckpoint) and (callback.monitor or "").startswith("val_"):
-            # these have no public attribute; pyproject.toml bounds the version of lightning
-            saves_before = callback._every_n_train_steps or callback._train_time_interval
-            require(
-                not saves_before,
+        if isinstance(callback, ModelCheckpoint) and _saves_early(callback):
+            raise ConfigError(
                 f"callbacks: {type(callback).__name__} with every_n_train_steps or train_time_interval saves before the validation of a step, "
-                f"so monitor={callback.monitor} would belong to earlier weights: remove them to save after each validation (trainer.val_every)",
+                f"so monitor={callback.monitor} would belong to earlier weights: remove them to save after each validation (trainer.val_every)"
             )
         for kind, reason in NOT_FOR_RUNS.items():
             if isinstance(callback, kind):
                 raise ConfigError(f"callbacks: {type(callback).__name__} {reason}")
+
+
+def _saves_early(callback: ModelCheckpoint) -> bool:
+    """Whether a callback saves by a validation metric, but not after a validation."""
+    # these have no public attribute; pyproject.toml bounds the version of lightning
+    by_steps = callback._every_n_train_steps or callback._train_time_interval
+    return bool(by_steps) and (callback.monitor or "").startswith("val_")
 
 
 def epoch_hooks(callbacks: Sequence[L.Callback]) -> list[str]:
