@@ -24,9 +24,10 @@ from minitx.ablation.judge import judge
 from minitx.ablation.report import module_of, write_report
 from minitx.cli.compose import by_key, compose_cell, compose_config, for_cells
 from minitx.cli.exit_codes import CellsFailedError, sentence
-from minitx.cli.launch import ProgramStoppedError, run_training
+from minitx.cli.launch import run_training
 from minitx.config import CONFIG_DIR, ConfigError
 from minitx.config.schema import require
+from minitx.training import StoppedError
 
 log = logging.getLogger("minitx")
 
@@ -227,10 +228,10 @@ def visible_gpus(count: int, visible: str | None) -> list[str]:
 
 @contextmanager
 def stop_on_signals() -> Iterator[None]:
-    """Turn SIGINT and SIGTERM into ``ProgramStoppedError``, so that the workers end with the grid."""
+    """Turn SIGINT and SIGTERM into ``StoppedError``, so that the workers end with the grid."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise ProgramStoppedError(number, "finished runs are kept: to resume, repeat the command")
+        raise StoppedError(number, "; finished runs are kept: to resume, repeat the command")
 
     previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

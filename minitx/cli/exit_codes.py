@@ -15,6 +15,7 @@ from typing import Any
 
 from minitx.cli.launch import FOLDER, RankFailedError, tell_launcher
 from minitx.config import ConfigError
+from minitx.training import StoppedError
 
 
 class CellsFailedError(RuntimeError):
@@ -78,8 +79,8 @@ def sentence(error: BaseException) -> tuple[str, int]:
         return message_of(error), 2
     if isinstance(error, RankFailedError):
         return text, error.code
-    if isinstance(getattr(error, "number", None), int):  # stopped by a signal
-        return text, 128 + error.number  # type: ignore[attr-defined]
+    if isinstance(error, StoppedError):
+        return text, 128 + error.number
     if {"NonFiniteError", "CheckpointError", "WorkerError", "CellsFailedError"} & {
         base.__name__ for base in type(error).__mro__
     }:

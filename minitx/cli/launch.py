@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from minitx.config import ConfigError, RunConfig, TrainerConfig, to_dict
 from minitx.config.schema import require
-from minitx.training import rank
+from minitx.training import StoppedError, rank
 
 FOLDER = "MINITX_LAUNCHED_FOLDER"
 """The environment variable for the folder of the run, in processes that ``launch`` started."""
@@ -35,17 +35,6 @@ class RankFailedError(RuntimeError):
     def __init__(self, message: str, code: int = 3) -> None:  # the default makes it picklable
         super().__init__(message)
         self.code = code
-
-
-class ProgramStoppedError(RuntimeError):
-    """A signal, ``number``, stopped the processes of this program. ``advice`` describes how to resume."""
-
-    def __init__(self, number: int, advice: str) -> None:
-        super().__init__(number, advice)
-        self.number = number
-
-    def __str__(self) -> str:
-        return f"stopped by {signal.Signals(self.number).name}; {self.args[1]}"
 
 
 def started_from_outside() -> int:
@@ -80,7 +69,7 @@ def launch(overrides: Sequence[str], processes: int, folder: Path) -> None:
 
     Raises:
         RankFailedError: a process failed. The others were stopped, and killed after 50 s.
-        ProgramStoppedError: SIGINT or SIGTERM. The processes had 50 s to write their checkpoint.
+        StoppedError: SIGINT or SIGTERM. The processes had 50 s to write their checkpoint.
     """
     from hydra.core.utils import env_override
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -107,8 +96,8 @@ def launch(overrides: Sequence[str], processes: int, folder: Path) -> None:
         except ChildFailedError as error:
             raise _failure(error.failures, folder) from None
         except SignalException as stop:
-            advice = "to resume from the last checkpoint, if there is one, set ckpt_path=last"
-            raise ProgramStoppedError(int(stop.sigval), advice) from None
+            ending = "; to resume from the last checkpoint, if there is one, set ckpt_path=last"
+            raise StoppedError(int(stop.sigval), ending) from None
 
 
 def _failure(failures: Mapping[int, Any], folder: Path) -> RankFailedError:

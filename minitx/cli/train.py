@@ -29,7 +29,7 @@ from minitx.config import CONFIG_DIR, ConfigError, RunConfig
 from minitx.config.part import import_modules
 from minitx.config.schema import require
 from minitx.config.shipped import shipped_configs
-from minitx.training import kept_environment, rank
+from minitx.training import StoppedError, kept_environment, rank
 
 _GRIDS = set[Path]()  # folders of grids in this call
 log = logging.getLogger("minitx")
@@ -95,7 +95,7 @@ def run_job(composed: DictConfig) -> float | None:
         remove_hydra_folder()
         if not isinstance(error, Exception):
             raise
-        if HydraConfig.get().mode == RunMode.RUN or isinstance(getattr(error, "number", None), int) or FOLDER in os.environ:
+        if HydraConfig.get().mode == RunMode.RUN or isinstance(error, StoppedError) or FOLDER in os.environ:
             raise KeyboardInterrupt from error  # otherwise Hydra adds a line, and runs the next job of a sweep
         log.warning("job %s failed: %s", HydraConfig.get().job.num, sentence(error)[0])  # Hydra only reports the first
         if type(error).__name__.startswith("NonFinite") and math.isinf(worst := worst_value()):

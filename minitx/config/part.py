@@ -22,12 +22,14 @@ from typing import Any
 from minitx.config.schema import (
     ConfigError,
     Readable,
+    by_keyword,
     config_class_of,
     defaults,
     first_line,
     hints_of,
     is_node,
     nearest,
+    parameters_of,
     read,
     read_call,
     require,
@@ -267,7 +269,7 @@ class Part(Readable):
         """Like ``build``, but return a function that still needs ``count`` arguments instead of calling it."""
         if inspect.isfunction(self.target):
             by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-            parameters = inspect.signature(self.target).parameters.values()
+            parameters = parameters_of(self.target) or []
             needed = [param for param in parameters if param.kind in by_position and param.default is param.empty]
             if len([param for param in needed if param.name not in self.arguments]) - len(self.args) == count:
                 args, arguments = self._built()
@@ -374,31 +376,20 @@ def import_modules(names: Iterable[str]) -> None:
             raise ConfigError(f"imports={name} cannot be imported: {type(error).__name__}: {first_line(error)}") from error
 
 
-def _parameters(function: Any) -> list[inspect.Parameter]:
-    """Return the parameters of a function or class; [] if it has no signature, as with some written in C."""
-    try:
-        return list(inspect.signature(function).parameters.values())
-    except (ValueError, TypeError):
-        return []
-
-
 def parameter_names(function: Any) -> set[str]:
     """Return the names of the parameters that can be passed by keyword, without ``**kwargs``."""
-    return {param.name for param in _parameters(function) if param.kind in (param.POSITIONAL_OR_KEYWORD, param.KEYWORD_ONLY)}
+    return {*by_keyword(parameters_of(function))}
 
 
 def required(function: Any, positional: int = 0) -> list[str]:
     """Return the names of the parameters without a default, skipping the first ``positional`` parameters."""
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [param.name for param in _parameters(function)[positional:] if param.kind in kinds and param.default is param.empty]
+    parameters = (parameters_of(function) or [])[positional:]
+    return [name for name, param in by_keyword(parameters).items() if param.default is param.empty]
 
 
 def plain_defaults(target: Any) -> dict[str, Any]:
     """Return those defaults of a target that are plain data, except for arguments that the run passes."""
-    try:
-        known = defaults(target).items()
-    except (TypeError, ValueError):  # the target has no signature
-        return {}
+    known = defaults(target).items()
     of_run = {name for name, value in known if name in FROM_THE_RUN and not isinstance(value, str)}
     return {name: value for name, value in known if name not in of_run and value != "???" and _is_plain(value)}
 

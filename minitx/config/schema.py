@@ -187,15 +187,15 @@ def read_call(
     Raises:
         ConfigError: a key is unknown (the message suggests a similar one) or missing, or a value has the wrong type.
     """
-    try:
-        parameters = list(inspect.signature(target).parameters.values())[positional:]
-    except (ValueError, TypeError):  # some functions written in C have no signature
+    parameters = parameters_of(target)
+    if parameters is None:
         return dict(values)
     if (cls := config_class_of(target)) is not None:
-        return {parameters[0].name: from_dict(cls, values, path)}
+        return {parameters[positional].name: from_dict(cls, values, path)}
     hints = hints_of(target)
-    named = {param.name: param for param in parameters if param.kind in (param.POSITIONAL_OR_KEYWORD, param.KEYWORD_ONLY)}
-    takes_any, others = any(param.kind is param.VAR_KEYWORD for param in parameters), getattr(target, "OTHER_NAMES", {})
+    named = by_keyword(parameters[positional:])
+    takes_any = any(param.kind is param.VAR_KEYWORD for param in parameters)
+    others = getattr(target, "OTHER_NAMES", {})
     for key in () if takes_any else values:
         if key in others:
             raise ConfigError(f"{path}{key} is not a key: {others[key].format(path=path)}")
@@ -208,6 +208,20 @@ def read_call(
     # nodes last: they may import torch, and mistakes in plain values are reported sooner
     names = sorted(values, key=lambda name: _has_node(values[name]))
     return {name: read(hints.get(name, Any), values[name], f"{path}{name}") for name in names}
+
+
+def parameters_of(target: Any) -> list[inspect.Parameter] | None:
+    """Return the parameters of a function or class, or None if it has no signature, as with some written in C."""
+    try:
+        return list(inspect.signature(target).parameters.values())
+    except (ValueError, TypeError):
+        return None
+
+
+def by_keyword(parameters: Iterable[inspect.Parameter] | None) -> dict[str, inspect.Parameter]:
+    """Return those of ``parameters`` that can be passed by keyword, by name, without ``**kwargs``."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {param.name: param for param in parameters or () if param.kind in kinds}
 
 
 def _is_passed(param: inspect.Parameter, offers: Collection[str] | None) -> bool:
@@ -390,12 +404,12 @@ def to_dict(config: Any) -> Any:
 
 
 def defaults(target: Any) -> dict[str, Any]:
-    """Return the defaults of a dataclass or of a function's parameters as plain data, with ``???`` for required keys."""
+    """Return the defaults of a dataclass or of a function's parameters as plain data, with ``???`` for required keys.
+
+    A target without a signature has none.
+    """
     target = config_class_of(target) or target
-    parameters = inspect.signature(target).parameters.values()
-    values = {
-        param.name: param.default for param in parameters if param.kind in (param.POSITIONAL_OR_KEYWORD, param.KEYWORD_ONLY)
-    }
+    values = {name: param.default for name, param in by_keyword(parameters_of(target)).items()}
     for field in dataclasses.fields(target) if dataclasses.is_dataclass(target) else ():
         if field.default_factory is not dataclasses.MISSING:
             values[field.name] = field.default_factory()

@@ -24,6 +24,7 @@ from torch import Tensor
 from minitx.config import ConfigError, TrainerConfig, TransformerConfig
 from minitx.nn.precision import widest_float
 from minitx.nn.transfer import to_host
+from minitx.training import StoppedError
 from minitx.training.devices import memory_mb, peak_tflops, sum_over_rows
 from minitx.training.loggers import unit_of
 from minitx.training.module import NonFiniteError, TrainingModule
@@ -338,10 +339,8 @@ class PlainProgress(StepCallback):
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         metrics = trainer.callback_metrics
         names = {"val_loss": "loss", "val_accuracy": "accuracy"}
-        figures = {word: f"{float(metrics[name]):.4f}" for name, word in names.items() if name in metrics} or figures_of(
-            trainer
-        )
-        text = "  ".join(f"{name} {value}" for name, value in figures.items())
+        figures = {word: f"{float(metrics[name]):.4f}" for name, word in names.items() if name in metrics}
+        text = "  ".join(f"{name} {value}" for name, value in (figures or figures_of(trainer)).items())
         if text and trainer.is_global_zero and not trainer.sanity_checking:
             log.info("step %d/%s  validation %s", trainer.global_step, trainer.estimated_stepping_batches, text)
 
@@ -370,14 +369,6 @@ def progress() -> L.Callback:
 
 
 # --- checkpoints
-
-
-class StoppedError(Exception):
-    """A signal stopped the run, after its checkpoint was written (unless ``trainer.ckpt_every=0``)."""
-
-    def __init__(self, number: int, step: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name} after step {step}")
-        self.number = number
 
 
 class LastCheckpoint(StepCallback, Checkpoint):
@@ -470,7 +461,7 @@ class LastCheckpoint(StepCallback, Checkpoint):
             if is_due or is_late or is_stopped or is_last:
                 self._save(trainer, self.path)
         if is_stopped:
-            raise StoppedError(self._received or signal.SIGTERM, trainer.global_step)
+            raise StoppedError(self._received or signal.SIGTERM, f" after step {trainer.global_step}")
 
     def save_last_step(self, trainer: L.Trainer) -> None:
         """Write ``last.ckpt`` if the run ended without a validation."""

@@ -26,15 +26,7 @@ from minitx.training import rank
 from minitx.training.callbacks import Averages, BestCheckpoint, LastCheckpoint, StepLog, StopAt, check_whole_weights, early_end
 from minitx.training.checkpoints import check_free, check_resumed, load_start, stored_state
 from minitx.training.devices import machine
-from minitx.training.loggers import (
-    describe_training,
-    finish_wandb,
-    run_folder,
-    send_facts,
-    summarise,
-    summary,
-    wandb_id,
-)
+from minitx.training.loggers import describe_training, finish_wandb, resuming, run_folder, send_facts, summarise, summary
 from minitx.training.module import NonFiniteError, TrainingModule, build_module
 from minitx.training.net import Net, build_network, decided_fields, lent
 from minitx.training.rehearse import is_rehearsed, rehearse
@@ -131,8 +123,8 @@ class Run:
         """
         module, rows, options = self.module, self.rows, self.module.options
         callbacks = build_callbacks(self, folder)
-        offered = {"save_dir": str(folder), **({} if self.ckpt_path is None else wandb_id(folder))}
-        loggers = [*build_all(self.loggers, "logger", Logger, **offered).values()]
+        parts = self.loggers if self.ckpt_path is None else resuming(self.loggers, folder)
+        loggers = [*build_all(parts, "logger", Logger, save_dir=str(folder)).values()]
         check_free(folder, self.ckpt_path)  # again, because another run may have started here in the meantime
         with run_folder(folder, files or {}), finish_wandb():
             trainer = build_trainer(options, folder, loggers, callbacks, self.done, checkpoints)
