@@ -71,7 +71,7 @@ def sentence(error: BaseException) -> tuple[str, int]:
     """Return the message of an exception in one line, and the exit code."""
     from minitx.cli.hydra_errors import is_of_hydra, message_of  # only errors need it
 
-    text = _one_line(str(error))
+    text = " ".join(str(error).split())
     kind = type(error).__name__  # compare names, because modules of these classes import torch
     if isinstance(error, ConfigError):
         return text, 2
@@ -88,7 +88,3 @@ def sentence(error: BaseException) -> tuple[str, int]:
     if is_of_hydra(error):
         return message_of(error), 2
     return f"{kind}: {text or 'no message'} (traceback=true shows where)", 3
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())

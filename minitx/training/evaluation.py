@@ -267,6 +267,8 @@ def _of_answers(
     network: nn.Module, task: Task, split: str, source: ValSource, options: EvaluationConfig, loss: Metric, longest: int
 ) -> Evaluation:
     """Return the metrics of generated answers of at most ``longest`` tokens, and the loss."""
+    from sacrebleu.metrics import BLEU, CHRF
+
     answers = list(_answers(network, task, source, options, longest))
     examples = task.val_examples if split == "val" else task.test_examples
     pairs = examples[: len(answers)]
@@ -274,7 +276,7 @@ def _of_answers(
     hits = [answer == reference for answer, reference in zip(answers, references, strict=True)]
     evaluation = Evaluation({"exact_match": share_interval(sum(hits), len(hits))})
     evaluation.baselines["copy_exact_match"] = sum(source == target for source, target in examples) / max(len(examples), 1)
-    for name, metric in _text_metrics().items():
+    for name, metric in {"chrf": CHRF(), "bleu": BLEU()}.items():
         evaluation.metrics[name] = _corpus_score(metric, answers, references)
         evaluation.baselines[f"{name}_of_copying"] = float(metric.corpus_score(sources, [references]).score)
         evaluation.signatures[name] = str(metric.get_signature())
@@ -293,12 +295,6 @@ def _answers(network: nn.Module, task: Task, source: ValSource, options: Evaluat
     for batch in _batches(Net.of(network), source, options):
         answers = answer_to(network, batch["input_ids"], key_mask=batch.get("key_mask"), max_new_tokens=longest)
         yield from (task.tokenizer.decode(answer.tolist()) for answer in answers)
-
-
-def _text_metrics() -> dict[str, Any]:
-    from sacrebleu.metrics import BLEU, CHRF
-
-    return {"chrf": CHRF(), "bleu": BLEU()}
 
 
 def _corpus_score(metric: Any, answers: Sequence[str], references: Sequence[str]) -> Metric:

@@ -54,7 +54,7 @@ def show_plan(
         rows = open_data(config.data, options, seed=config.seed, tokenizer=tokenizer)
         network = build_without_numbers(config.model, rows, options.precision)
         net = Net.of(network)
-        check_evaluation(config.evaluation, rows.task, net if is_sharded and config.model.is_object else None)
+        check_evaluation(config, rows.task, net)
         callbacks = build_all(config.callbacks, "callbacks", L.Callback, folder=Path(), rows=rows, seed=config.seed)
         check_whole_weights(callbacks, is_sharded=is_sharded)
         decay = describe_decay(build_optimizer(config.optimizer, network, head_dim=net.head_dim), network)

@@ -194,9 +194,7 @@ def built(config: RunConfig) -> Iterator[Run]:
         with lent(network, options.precision):
             module = build_module(network, rows, config.objective, config.optimizer, config.schedule, options, config.seed)
             net = module.net
-            check_evaluation(
-                config.evaluation, rows.task, net if options.strategy == "sharded" and config.model.is_object else None
-            )
+            check_evaluation(config, rows.task, net)
             state = stored_state(to_dict(config), net.node(config.model, decided_fields(rows.task)), rows.task)
             yield Run(
                 module=module,
@@ -224,18 +222,17 @@ def open_parts(config: RunConfig) -> tuple[RunConfig, DataModule, nn.Module]:
     return dataclasses.replace(config, trainer=in_steps(config.trainer, rows)), rows, network
 
 
-def check_evaluation(evaluation: EvaluationConfig, task: Task, rebuilt: Net | None = None) -> None:
-    """Check that the evaluation after training is possible.
-
-    Args:
-        rebuilt: the network, if it is sharded and was passed from Python. The evaluation must rebuild it.
+def check_evaluation(config: RunConfig, task: Task, net: Net) -> None:
+    """Check that the evaluation after training is possible. It rebuilds a sharded network.
 
     Raises:
-        ConfigError: the data has no test split, or the network cannot be rebuilt.
+        ConfigError: the data has no test split, or a network from Python cannot be rebuilt.
     """
+    evaluation = config.evaluation
     if evaluation.test is not None and task.test is None:
         raise ConfigError(f"evaluation.test={evaluation.test}: the data has no test split")
-    if evaluation.at_end and rebuilt is not None and rebuilt.stored_node is None:
+    is_rebuilt = evaluation.at_end and config.trainer.strategy == "sharded"
+    if is_rebuilt and config.model.is_object and net.stored_node is None:
         raise ConfigError("evaluation.at_end with trainer.strategy=sharded needs a model that the config can rebuild")
 
 
