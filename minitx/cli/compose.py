@@ -329,7 +329,8 @@ def compose_program(cls: type[Options], words: Iterable[str]) -> Options:
     """
     hints: dict[str, Any] = hints_of(cls)  # type: ignore[arg-type]  # a class is hashable
     kinds = {name: {hint, *(get_args(hint) if get_origin(hint) in UNIONS else ())} for name, hint in hints.items()}
-    texts, others = dict[str, Any](), list[str]()
+    texts = dict[str, Any]()
+    others = list[str]()
     for word in words:
         name, is_pair, value = word.partition("=")
         is_quoted = value[:1] in ("'", '"') and _is_parsed(word)

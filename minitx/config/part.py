@@ -110,7 +110,8 @@ class Part(Readable):
         Raises:
             ConfigError: the target does not exist, or an argument is unknown, missing or of the wrong type.
         """
-        args, name = values.get("_args_", ()), str(values["_target_"])
+        args = values.get("_args_", ())
+        name = str(values["_target_"])
         require(isinstance(args, list | tuple), f"{path}._args_={args} must be a list")
         arguments = {str(key): value for key, value in values.items() if key not in KEYS_OF_NODES}
         part = cls(path, name, find_target(name, path), arguments, tuple(args), bool(values.get("_partial_")))
@@ -151,7 +152,8 @@ class Part(Readable):
         """Return this part with its arguments read by the signature of its target."""
         if self.args and config_class_of(self.target) is not None:
             raise ConfigError(f"{self.path}._args_={list(self.args)}: the arguments of {self.name} have names")
-        arguments, names = dict(self.arguments), self.names
+        arguments = dict(self.arguments)
+        names = self.names
         run_values = {
             key: read(hint, arguments.get(key, default) if key in names else arguments.pop(key, default), f"{self.path}.{key}")
             for key, (hint, default) in takes.run_keys.items()
@@ -196,7 +198,8 @@ class Part(Readable):
     @property
     def fields(self) -> Any:
         """The dataclass whose fields are the keys of this part, such as the ``TransformerConfig`` of our models; else None."""
-        cls, value = config_class_of(self.target), next(iter(self.arguments.values()), None)
+        cls = config_class_of(self.target)
+        value = next(iter(self.arguments.values()), None)
         return value if cls is not None and isinstance(value, cls) else None
 
     def get(self, name: str, default: Any = None) -> Any:

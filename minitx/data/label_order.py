@@ -51,7 +51,8 @@ def numbered_as(task: Task, names: Sequence[str]) -> Task:
         ConfigError: a label of the data is not among ``names``, or is a larger number.
     """
     ours = task.label_names
-    known, unnamed = {name.casefold(): number for number, name in enumerate(names)}, len(names)
+    known = {name.casefold(): number for number, name in enumerate(names)}
+    unnamed = len(names)
     no_names = list(names) == [f"LABEL_{number}" for number in range(len(names))]
     numbers = [known.get(name.casefold(), unnamed) for name in ours]
     if all(map(str.isdecimal, ours)) and not any(map(str.isdecimal, names)):

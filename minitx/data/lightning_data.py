@@ -108,7 +108,8 @@ def task_of_loaders(data: Any, world: int = 1) -> tuple[Task, dict[str, int]]:
         ConfigError: ``data`` is not a ``LightningDataModule``, its loaders use a custom sampler, it changes batches after the loader, or
             it has a state that a checkpoint would have to store.
     """
-    base, name = lightning_base(data, "LightningDataModule"), type(data).__name__
+    base = lightning_base(data, "LightningDataModule")
+    name = type(data).__name__
     if base is None:
         raise ConfigError(f"data must be a Task or a LightningDataModule, got {name}")
     hooks = [hook for hook in _BATCH_HOOKS if overrides(data, base, hook)]

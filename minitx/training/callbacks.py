@@ -93,7 +93,8 @@ class StepLog(StepCallback):
         self.peak = self.peak or peak_tflops(module.device)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: torch.optim.Optimizer) -> None:
-        groups, peak = optimizer.param_groups, optimizer.defaults.get("lr")
+        groups = optimizer.param_groups
+        peak = optimizer.defaults.get("lr")
         self._lr = next((group for group in groups if group.get("initial_lr") == peak), groups[0])["lr"]
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -328,7 +329,9 @@ class PlainProgress(StepCallback):
         self.first_step = trainer.global_step
 
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
-        now, figures, steps = time.perf_counter(), figures_of(trainer), trainer.estimated_stepping_batches
+        now = time.perf_counter()
+        figures = figures_of(trainer)
+        steps = trainer.estimated_stepping_batches
         if figures and trainer.is_global_zero and (now - self.last >= 5.0 or step == steps):
             self.last = now
             rate = (step - self.first_step) / max(now - self.started, 1e-9)
@@ -390,8 +393,10 @@ class LastCheckpoint(StepCallback, Checkpoint):
     """
 
     def __init__(self, folder: Path, options: TrainerConfig, state: Mapping[str, Any]) -> None:
-        self.path, self.every = folder / "last.ckpt" if options.ckpt_every else None, options.ckpt_every
-        self.agree_every, self.state = options.log_every, state
+        self.path = folder / "last.ckpt" if options.ckpt_every else None
+        self.every = options.ckpt_every
+        self.agree_every = options.log_every
+        self.state = state
         self.seconds = math.inf if options.ckpt_minutes is None else 60.0 * options.ckpt_minutes
         self.saved_at, self.saved_step = time.monotonic(), -1
         self._received: int | None = None
@@ -516,7 +521,8 @@ class BestCheckpoint(ModelCheckpoint):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the best value so far, even if the folder was moved or copied. In another folder, ``best.ckpt`` starts anew."""
-        path, stored_path = Path(str(self.dirpath)) / "best.ckpt", state_dict["best_model_path"]
+        path = Path(str(self.dirpath)) / "best.ckpt"
+        stored_path = state_dict["best_model_path"]
         if stored_path and path.is_file():
             score = {"best_k_models": {str(path): state_dict["best_model_score"]}, "kth_best_model_path": str(path)}
             super().load_state_dict({**state_dict, **score, "dirpath": self.dirpath, "best_model_path": str(path)})

@@ -186,8 +186,8 @@ def stored_state(config: Mapping[str, Any], model: Mapping[str, Any], task: Task
 
 def network_weights(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return the weights of the network in the content of a checkpoint, by their names in the network."""
-    prefix, state = "network.", checkpoint["state_dict"].items()
-    return {name.removeprefix(prefix): weight for name, weight in state if name.startswith(prefix)}
+    prefix = "network."
+    return {name.removeprefix(prefix): weight for name, weight in checkpoint["state_dict"].items() if name.startswith(prefix)}
 
 
 def load_weights(network: nn.Module, weights: Mapping[str, Any]) -> None:
@@ -202,7 +202,8 @@ def load_weights(network: nn.Module, weights: Mapping[str, Any]) -> None:
     for name, tensor in network.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor) or name not in weights:  # extra state, and names that load_state_dict converts
             continue
-        first_name, kind = names.setdefault(id(tensor), name), tensor.dtype
+        first_name = names.setdefault(id(tensor), name)
+        kind = tensor.dtype
         if first_name != name and not torch.allclose(
             weights[first_name].to(kind), weights[name].to(kind), 0, 0, equal_nan=True
         ):

@@ -103,7 +103,8 @@ def summary(trainer: L.Trainer, module: TrainingModule, data: DataModule, traini
         folder: the folder of the run.
         done: the number of steps before the checkpoint that is resumed, or 0.
     """
-    options, tokenizer = module.options, data.task.tokenizer
+    options = module.options
+    tokenizer = data.task.tokenizer
     every = f"every {options.val_every:,}" if options.val_every else "at the end"
     lines = {
         "model": module.net.describe(),
@@ -207,7 +208,8 @@ def summarise(
     ``metrics``         the last value of every column of ``metrics.csv``, and of every other logged metric
     ==================  =====================================================================================
     """
-    rows, last = read_metrics(folder / "metrics.csv"), {name: float(value) for name, value in metrics.items()}
+    rows = read_metrics(folder / "metrics.csv")
+    last = {name: float(value) for name, value in metrics.items()}
     for row in rows:
         last |= {name: value for name, value in row.items() if value is not None and name != "step"}
     finite_metrics = {

@@ -47,7 +47,8 @@ def show_plan(
     config = with_objects(config, batch_size, model=model, data=data)
     options = config.trainer
     check_accelerator(options.accelerator)
-    is_sharded, count = options.strategy == "sharded", options.world_size
+    is_sharded = options.strategy == "sharded"
+    count = options.world_size
     with quiet_lightning(), kept_generators(torch.device("cpu")):
         start = load_start(config.init_from)
         tokenizer = None if start is None else start.tokenizer_for(config.data)
@@ -185,7 +186,8 @@ def _states(network: nn.Module, part: Part, strategy: str) -> list[list[Tensor]]
     for group in optimizer.param_groups:
         if group.get("fused"):  # not fused: the states are the same, but a fused kernel needs a real device
             group["fused"] = False
-    trained, loss = [parameter for parameter in network.parameters() if parameter.requires_grad], torch.zeros(())
+    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    loss = torch.zeros(())
 
     def closure() -> Any:
         for parameter in trained:

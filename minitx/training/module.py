@@ -258,7 +258,8 @@ class TrainingModule(L.LightningModule):
     test_step = validation_step
 
     def on_validation_epoch_end(self) -> None:
-        means, monitor = self._log_means("val"), self.options.monitor
+        means = self._log_means("val")
+        monitor = self.options.monitor
         logged = {**self.trainer.callback_metrics, **means}
         for schedule in [entry.scheduler for entry in self.trainer.lr_scheduler_configs]:
             if not isinstance(schedule, ReduceLROnPlateau) or self.trainer.sanity_checking:
@@ -352,7 +353,9 @@ def build_module(
         ConfigError: the model cannot be called with the data, or the objective or an optimizer rule does not match the model.
     """
     seed_device(seed)
-    net, sums, row = Net.of(network), build_objective(objective), data.probe_batch(1)
+    net = Net.of(network)
+    sums = build_objective(objective)
+    row = data.probe_batch(1)
     if isinstance(sums, CrossEntropy):
         check_labels(data.task)
     make_optimizer = partial(build_optimizer, optimizer, head_dim=net.head_dim)

@@ -443,7 +443,8 @@ class Muon(torch.optim.Optimizer):
         go = 1.0
         for p in params:
             self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-        buffers, momentum = [self.state[p]["momentum_buffer"] for p in params], group["momentum"]
+        buffers = [self.state[p]["momentum_buffer"] for p in params]
+        momentum = group["momentum"]
         if (stop := self.found_inf) is not None:  # interpolating a buffer towards itself leaves it unchanged
             grads = [torch.where(stop.bool(), old, grad) for old, grad in zip(buffers, grads, strict=True)]
             go = 1.0 - stop.to(widest_float(stop.device))  # type: ignore[assignment]
