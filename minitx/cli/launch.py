@@ -143,7 +143,7 @@ def job_name() -> str:
 
 def run_training(config: RunConfig, folder: Path, command: str) -> dict[str, Any]:
     """Run a training in ``folder``, and write its config, command and result there. Return the result, as in ``result.json``."""
-    from minitx.training.records import naming
+    from minitx.training.metrics_csv import naming
     from minitx.training.run import train
 
     commands = folder / "command.txt"

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-
-from minitx.training.records import naming
 
 COLUMNS = (
     *("step", "train_loss", "val_loss", "val_accuracy", "lr", "grad_norm", "tokens", "seconds"),
@@ -20,6 +19,15 @@ COLUMNS = (
 
 OF_THE_MACHINE = frozenset(("seconds", "tokens_per_second", "memory_mb", "mfu"))
 """Columns that differ between two equal runs."""
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """A context that adds ``path`` to an ``OSError`` without a file name, such as the error of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, error.filename or str(path)) from None
 
 
 class MetricsFile(Logger):

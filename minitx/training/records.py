@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """A context that adds ``path`` to an ``OSError`` without a file name, such as the error of a full disk."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, error.filename or str(path)) from None
+from minitx.training.metrics_csv import naming
 
 
 def read_records(path: Path | str) -> list[dict[str, Any]]:
