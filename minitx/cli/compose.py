@@ -114,8 +114,7 @@ def build_config(config: DictConfig, words: Sequence[str] = ()) -> RunConfig:
 def _variables(config: DictConfig, names: Iterable[str]) -> set[str]:
     """Return the keys that are not keys of a run: ``debug`` and ``ablation``, and the user's variables, which a value refers to."""
     unresolved = json.dumps(OmegaConf.to_container(config))
-    own = {name for name in names if re.search(rf"\$\{{{re.escape(name)}[.\[}}]", unresolved)}
-    return {"debug", "ablation"} | own
+    return {"debug", "ablation"} | {name for name in names if re.search(rf"\$\{{{re.escape(name)}[.\[}}]", unresolved)}
 
 
 def _advice_on_a_file(message: str, typed: Mapping[str, str]) -> str:

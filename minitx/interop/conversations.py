@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Any
 
 import numpy as np
@@ -283,6 +283,4 @@ def _one_of(names: Iterable[str]) -> str:
 
 def _num_shared(first: str, second: str) -> int:
     """The number of characters with which both texts begin."""
-    return next(
-        (i for i, (one, other) in enumerate(zip(first, second, strict=False)) if one != other), min(len(first), len(second))
-    )
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))))

@@ -377,8 +377,8 @@ def _multiply(model: nn.Module, folds: Sequence[Fold]) -> list[Fold]:
         done |= dict.fromkeys(places.values(), fold.ratio)
     names, memory = {fold.name for fold in once}, {place[0] for place in done}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        own, is_folded = memory_of(parameter), name.rpartition(".")[0] in names
-        if any(overlap(own, other) and not (is_folded and own == other) for other in memory):
+        place, is_folded = memory_of(parameter), name.rpartition(".")[0] in names
+        if any(overlap(place, other) and not (is_folded and place == other) for other in memory):
             raise ValueError(f"{REFUSED}{name} is also the weight of queries or keys, or shares memory with it")
     for fold in once:
         fold.apply()
@@ -430,8 +430,8 @@ def _are_multiplied(before: Tensor, after: Tensor, factor: float) -> bool:
 
     It is more exact than the answer of a model in bfloat16. Rounding may change the choice of an expert, and with it some vectors.
     """
-    wanted = before.float() * factor
-    errors = (after.float() - wanted).norm(dim=-1) / wanted.norm(dim=-1)  # 0/0 is ignored
+    multiplied = before.float() * factor
+    errors = (after.float() - multiplied).norm(dim=-1) / multiplied.norm(dim=-1)  # 0/0 is ignored
     return not (errors.movedim(1, 0).flatten(1).nanmedian(1).values > 0.1).any()
 
 

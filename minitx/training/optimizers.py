@@ -163,9 +163,9 @@ def role_of(network: nn.Module, name: str) -> str:
     >>> [role_of(norms, name) for name, _ in norms.named_parameters()]
     ['norms', 'biases', 'weights', 'biases']
     """
-    path, _, own = name.rpartition(".")
+    path, _, last = name.rpartition(".")
     owner = network.get_submodule(path)
-    if "bias" in own:
+    if "bias" in last:
         return "biases"
     if isinstance(owner, nn.Embedding):
         return "embeddings"

@@ -175,8 +175,9 @@ def with_objects(config: RunConfig, batch_size: int, **objects: Any) -> RunConfi
     loading = {"data": {"batch_size": read(Count, batch_size, "batch_size")}}
     check_extra(config.trainer.extra)
     import_modules(config.imports)
-    given = {name: value for name, value in objects.items() if value is not None}
-    parts: dict[str, Any] = {name: Part.of_object(value, name, **loading.get(name, {})) for name, value in given.items()}
+    parts: dict[str, Any] = {
+        name: Part.of_object(value, name, **loading.get(name, {})) for name, value in objects.items() if value is not None
+    }
     return dataclasses.replace(config, **parts)
 
 
