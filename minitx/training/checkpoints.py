@@ -382,8 +382,11 @@ def check_resumed(path: str | None, parts: Mapping[str, Part], state: Mapping[st
     named = f"ckpt_path={path}"
     stored = checkpoint["minitx"]
     saved, current = stored["config"], state["config"]
+    model_defaults = defaults(TransformerConfig) if stored["model"]["_target_"] == MODEL else {}
     changes = {name: part.differences(saved[name]) for name, part in parts.items()}
-    _check_model(named, stored["model"], state["model"])
+    changes["model"] = differences({**model_defaults, **stored["model"]}, state["model"], "model")
+    if changes["model"]:
+        raise ConfigError(f"{named} contains another model than the config: {'; '.join(changes['model'])}")
     _check_updates(named, changes)
     if not all(
         "lr_lambdas" in entry for entry in checkpoint["lr_schedulers"]
@@ -397,13 +400,6 @@ def check_resumed(path: str | None, parts: Mapping[str, Part], state: Mapping[st
     if max_steps is not None and step > max_steps:
         raise ConfigError(f"{named} is at step {step}, beyond trainer.max_steps={max_steps}")
     return step
-
-
-def _check_model(named: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint ``named`` of another model. A missing field has its default."""
-    model_defaults = defaults(TransformerConfig) if saved["_target_"] == MODEL else {}
-    if changed := differences({**model_defaults, **saved}, current, "model"):
-        raise ConfigError(f"{named} contains another model than the config: {'; '.join(changed)}")
 
 
 def _check_updates(named: str, changes: Mapping[str, Sequence[str]]) -> None:
