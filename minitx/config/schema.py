@@ -219,7 +219,7 @@ def parameters_of(target: Any) -> list[inspect.Parameter] | None:
 
 
 def by_keyword(parameters: Iterable[inspect.Parameter] | None) -> dict[str, inspect.Parameter]:
-    """Return those of ``parameters`` that can be passed by keyword, by name, without ``**kwargs``."""
+    """Return the parameters that can be passed by keyword, by name, without ``**kwargs``."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {param.name: param for param in parameters or () if param.kind in kinds}
 

@@ -239,7 +239,7 @@ def send_facts(trainer: L.Trainer, config: Mapping[str, Any], command: str | Non
 
 
 def resuming(loggers: Mapping[str, Part | None], folder: Path) -> dict[str, Part | None]:
-    """Return loggers, those of Weights & Biases with the ``id`` of its last run in ``folder``, so that they resume it."""
+    """Return the parts of loggers. A ``WandbLogger`` gets the ``id`` of the last run in ``folder``, and so resumes it."""
     resumed = dict(loggers)
     for file in folder.glob("wandb/latest-run/run-*.wandb"):
         for name, part in loggers.items():

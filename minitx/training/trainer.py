@@ -49,9 +49,8 @@ def build_trainer(
     """
     check_callbacks(callbacks)
     place = place_of(options)
-    place["plugins"] += [checkpoints or AtomicCheckpointIO()] + [
-        part.at(f"trainer.plugins[{i}]").build() for i, part in enumerate(options.plugins)
-    ]
+    plugins = [part.at(f"trainer.plugins[{i}]").build() for i, part in enumerate(options.plugins)]
+    place["plugins"] += [checkpoints or AtomicCheckpointIO(), *plugins]
     profiler = options.profiler and options.profiler.at("trainer.profiler").build(dirpath=folder, filename="profile")
     arguments = {
         **place,
@@ -95,7 +94,7 @@ def key_of_argument(name: str) -> str | None:
 
 
 def check_extra(extra: Mapping[str, Any]) -> None:
-    """Refuse entries of ``trainer.extra`` that are no arguments of Lightning's Trainer, have their own key, or have no effect.
+    """Refuse entries of ``trainer.extra`` that Lightning's Trainer does not know, that have a key, or that have no effect.
 
     Raises:
         ConfigError: ``extra`` has such an entry. The message names the key, or a similar argument.
