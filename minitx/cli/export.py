@@ -108,7 +108,9 @@ def _facts(path: str, config: Mapping[str, Any]) -> dict[str, Any]:
     from minitx.training.checkpoints import read_checkpoint
     from minitx.training.metrics_csv import read_metrics
 
-    step, data, folder = read_checkpoint(path)["global_step"], config["data"], Path(path).resolve().parent
+    step = read_checkpoint(path)["global_step"]
+    data = config["data"]
+    folder = Path(path).resolve().parent
     metrics = folder.parent / "metrics.csv"  # only in the folder of the run, not above a copy
     is_there = folder.name == "checkpoints" and metrics.is_file()
     rows = [row for row in (read_metrics(metrics) if is_there else []) if row["step"] == step]

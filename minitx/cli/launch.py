@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 from minitx.config import ConfigError, RunConfig, TrainerConfig, to_dict
 from minitx.config.schema import require
-from minitx.training import rank, stop_signals
+from minitx.training import StoppedError, rank, stop_signals
 
 FOLDER = "MINITX_LAUNCHED_FOLDER"
 """The environment variable for the folder of the run, in processes that ``launch`` started."""
@@ -36,17 +36,6 @@ class RankFailedError(RuntimeError):
     def __init__(self, message: str, code: int = 3) -> None:  # the default makes it picklable
         super().__init__(message)
         self.code = code
-
-
-class ProgramStoppedError(RuntimeError):
-    """A signal, ``number``, stopped the processes of this program. ``advice`` describes how to resume."""
-
-    def __init__(self, number: int, advice: str) -> None:
-        super().__init__(number, advice)
-        self.number = number
-
-    def __str__(self) -> str:
-        return f"stopped by {signal.Signals(self.number).name}; {self.args[1]}"
 
 
 def started_from_outside() -> int:
@@ -81,7 +70,7 @@ def launch(overrides: Sequence[str], processes: int, folder: Path) -> None:
 
     Raises:
         RankFailedError: a process failed. The others were stopped, and killed after 50 s.
-        ProgramStoppedError: a signal of ``stop_signals``. The processes had 50 s to write their checkpoint.
+        StoppedError: a signal of ``stop_signals``. The processes had 50 s to write their checkpoint.
     """
     from hydra.core.utils import env_override
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -107,8 +96,8 @@ def launch(overrides: Sequence[str], processes: int, folder: Path) -> None:
         except ChildFailedError as error:
             raise _failure(error.failures, folder) from None
         except SignalException as stop:
-            advice = "to resume from the last checkpoint, if there is one, set ckpt_path=last"
-            raise ProgramStoppedError(int(stop.sigval), advice) from None
+            ending = "; to resume from the last checkpoint, if there is one, set ckpt_path=last"
+            raise StoppedError(int(stop.sigval), ending) from None
 
 
 def stop_with_parent() -> None:

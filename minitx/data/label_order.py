@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from minitx.config.schema import require
+from minitx.config import ConfigError
 from minitx.data.task import Batch, Draw, Split, Task, as_split
 
 
@@ -51,18 +51,19 @@ def numbered_as(task: Task, names: Sequence[str]) -> Task:
         ConfigError: a label of the data is not among ``names``, or is a larger number.
     """
     ours = task.label_names
-    known, unnamed = {name.casefold(): number for number, name in enumerate(names)}, len(names)
+    known = {name.casefold(): number for number, name in enumerate(names)}
+    unnamed = len(names)
     no_names = list(names) == [f"LABEL_{number}" for number in range(len(names))]
     numbers = [known.get(name.casefold(), unnamed) for name in ours]
     if all(map(str.isdecimal, ours)) and not any(map(str.isdecimal, names)):
         numbers = [*map(int, ours)]
     elif no_names:
         numbers = [*range(len(ours))]
-    require(
-        max(numbers) < len(names),
-        f"{task.name} has {len(ours)} labels ({', '.join(ours)}), but the trained head has {len(names)} ({', '.join(names)}): "
-        "rename the labels, or make a new head with model=hf model.path=FOLDER model.new_head=true",
-    )
+    if max(numbers) >= len(names):
+        raise ConfigError(
+            f"{task.name} has {len(ours)} labels ({', '.join(ours)}), but the trained head has {len(names)} ({', '.join(names)}): "
+            "rename the labels, or make a new head with model=hf model.path=FOLDER model.new_head=true"
+        )
     changed: dict[str, Any] = {
         name: getattr(task, name) for name in ("train", "val", "test") if getattr(task, name) is not None
     }

@@ -144,8 +144,7 @@ def save_hf(
         TypeError: ``model`` is not a model of ``minitx.nn``.
         ValueError: no family can represent the model (the message names the closest class and all fields that it would change); the
             model differs from its config, because a part was removed, added, replaced, quantised or changed (including ``scale`` and
-            ``softcap``), or has a hook; ``chat_template`` without ``tokenizer``; or a number of
-            ``labels`` that is not ``num_labels``.
+            ``softcap``), or has a hook; ``chat_template`` without ``tokenizer``; or a number of ``labels`` that is not ``num_labels``.
     """
     if model_type is not None and model_type not in FAMILIES:
         raise ValueError(f"model_type={model_type!r} is not supported: one of {', '.join(FAMILIES)}")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from minitx.config import ConfigError, Part
 from minitx.data.datamodule import DataModule
-from minitx.training import rank
+from minitx.training import StoppedError, rank
 from minitx.training.checkpoints import clean_up
 from minitx.training.devices import device_name
 from minitx.training.metrics_csv import finite, read_metrics
@@ -123,7 +123,8 @@ def summary(trainer: L.Trainer, module: TrainingModule, data: DataModule, traini
         folder: the folder of the run.
         done: the number of steps before the checkpoint that is resumed, or 0.
     """
-    options, tokenizer = module.options, data.task.tokenizer
+    options = module.options
+    tokenizer = data.task.tokenizer
     every = f"every {options.val_every:,}" if options.val_every else "at the end"
     lines = {
         "model": module.net.describe(),
@@ -193,10 +194,8 @@ def describe_device(trainer: L.Trainer) -> str:
     threads = f", {number} thread{'s' * (number > 1)}" if device.type == "cpu" else ""
     load = os.getloadavg()[0] if device.type == "cpu" and number > 1 and hasattr(os, "getloadavg") else 0.0
     is_crowded = load + number > (os.cpu_count() or number) + 0.5
-    busy = (
-        f"; other programs use these cores (load {load:.1f}): trainer.threads=1 may be many times faster" if is_crowded else ""
-    )
-    return f"{count}{device_name(device)}{threads}, {trainer.precision}{strategy}{busy}"
+    busy = f"; other programs use these cores (load {load:.1f}): trainer.threads=1 may be many times faster"
+    return f"{count}{device_name(device)}{threads}, {trainer.precision}{strategy}{busy if is_crowded else ''}"
 
 
 def unit_of(labels: Tensor) -> str:
@@ -229,7 +228,8 @@ def summarise(
     ``metrics``         the last value of every column of ``metrics.csv``, and of every other logged metric
     ==================  =====================================================================================
     """
-    rows, last = read_metrics(folder / "metrics.csv"), {name: float(value) for name, value in metrics.items()}
+    rows = read_metrics(folder / "metrics.csv")
+    last = {name: float(value) for name, value in metrics.items()}
     for row in rows:
         last |= {name: value for name, value in row.items() if value is not None and name != "step"}
     finite_metrics = {
@@ -258,10 +258,14 @@ def send_facts(trainer: L.Trainer, config: Mapping[str, Any], command: str | Non
             logger.experiment.define_metric("val_loss", summary="min")
 
 
-def wandb_id(folder: Path) -> dict[str, str]:
-    """Return the argument ``id`` of a ``WandbLogger`` that resumes the last run of Weights & Biases in ``folder``; {} without one."""
-    file = next(folder.glob("wandb/latest-run/run-*.wandb"), None)
-    return {} if file is None else {"id": file.stem.removeprefix("run-")}
+def resuming(loggers: Mapping[str, Part | None], folder: Path) -> dict[str, Part | None]:
+    """Return the parts of loggers. A ``WandbLogger`` gets the ``id`` of the last run in ``folder``, and so resumes it."""
+    resumed = dict(loggers)
+    for file in folder.glob("wandb/latest-run/run-*.wandb"):
+        for name, part in loggers.items():
+            if part is not None and isinstance(part.target, type) and issubclass(part.target, WandbLogger):
+                resumed[name] = part.with_(**{"id": file.stem.removeprefix("run-"), **part.arguments})
+    return resumed
 
 
 def wandb_loggers(trainer: L.Trainer) -> list[WandbLogger]:
@@ -288,13 +292,19 @@ def finish_wandb() -> Iterator[None]:
 
     A run that was open before is left open.
     """
-    before, code = _wandb_run(), 3
+    before = _wandb_run()
+    code = 3
     try:
         yield
         code = 0
-    except BaseException as error:
-        signal_number = 2 if isinstance(error, KeyboardInterrupt) else getattr(error, "number", None)
-        code = 2 if isinstance(error, ConfigError) else 3 if signal_number is None else 128 + signal_number
+    except ConfigError:
+        code = 2
+        raise
+    except KeyboardInterrupt:
+        code = 130
+        raise
+    except StoppedError as error:
+        code = 128 + error.number
         raise
     finally:
         if _wandb_run() is not None and before is None:

@@ -47,14 +47,15 @@ def show_plan(
     config = with_objects(config, batch_size, model=model, data=data)
     options = config.trainer
     check_accelerator(options.accelerator)
-    is_sharded, count = options.strategy == "sharded", options.world_size
+    is_sharded = options.strategy == "sharded"
+    count = options.world_size
     with quiet_lightning(), kept_generators(torch.device("cpu")):
         start = load_start(config.init_from)
         tokenizer = None if start is None else start.tokenizer_for(config.data)
         rows = open_data(config.data, options, seed=config.seed, tokenizer=tokenizer)
         network = build_without_numbers(config.model, rows, options.precision)
         net = Net.of(network)
-        check_evaluation(config.evaluation, rows.task, net if is_sharded and config.model.is_object else None)
+        check_evaluation(config, rows.task, net)
         callbacks = build_all(config.callbacks, "callbacks", L.Callback, folder=Path(), rows=rows, seed=config.seed)
         check_whole_weights(callbacks, is_sharded=is_sharded)
         decay = describe_decay(build_optimizer(config.optimizer, network, head_dim=net.head_dim), network)
@@ -185,7 +186,8 @@ def _states(network: nn.Module, part: Part, strategy: str) -> list[list[Tensor]]
     for group in optimizer.param_groups:
         if group.get("fused"):  # not fused: the states are the same, but a fused kernel needs a real device
             group["fused"] = False
-    trained, loss = [parameter for parameter in network.parameters() if parameter.requires_grad], torch.zeros(())
+    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    loss = torch.zeros(())
 
     def closure() -> Any:
         for parameter in trained:

@@ -36,6 +36,7 @@ from minitx.nn.precision import widest_float
 from minitx.nn.transfer import to_host
 from minitx.training.checkpoints import network_weights, read_checkpoint, write_checkpoint
 from minitx.training.devices import (
+    largest_of_all,
     local_parts,
     parallelize,
     set_gradient_sync,
@@ -243,15 +244,17 @@ class TrainingModule(L.LightningModule):
         Raises:
             UnusedParametersError: DDP has no gradient of a parameter, or FSDP2 has one in some processes only.
         """
-        step, world = self.global_step, self.trainer.world_size
+        step = self.global_step
         trained = {name: weight for name, weight in self.network.named_parameters() if weight.requires_grad}
         if self.reached is not None:
             unused = [name for name, weight in trained.items() if weight not in self.reached]
             remedy = f"and DDP waits for them: set trainer.strategy={FIND_UNUSED}"
         elif isinstance(self.trainer.strategy, Sharded) and step % self.options.log_every == 0:
-            has_gradient = torch.tensor([int(weight.grad is not None) for weight in trained.values()], device=self.device)
-            counts = sum_over_rows(self.trainer, has_gradient).tolist()
-            unused = [name for name, count in zip(trained, counts, strict=True) if count not in (0, world)]
+            has_gradient = [int(weight.grad is not None) for weight in trained.values()]
+            largest = largest_of_all(self.trainer, *has_gradient, *(-number for number in has_gradient))
+            unused = [
+                name for name, most, least in zip(trained, largest, largest[len(trained) :], strict=False) if most != -least
+            ]
             remedy = "in some processes only, which FSDP2 cannot train: use trainer=ddp"
         else:
             return
@@ -289,7 +292,8 @@ class TrainingModule(L.LightningModule):
     test_step = validation_step
 
     def on_validation_epoch_end(self) -> None:
-        means, monitor = self._log_means("val"), self.options.monitor
+        means = self._log_means("val")
+        monitor = self.options.monitor
         logged = {**self.trainer.callback_metrics, **means}
         for schedule in [entry.scheduler for entry in self.trainer.lr_scheduler_configs]:
             if not isinstance(schedule, ReduceLROnPlateau) or self.trainer.sanity_checking:
@@ -410,7 +414,9 @@ def build_module(
         ConfigError: the model cannot be called with the data, or the objective or an optimizer rule does not match the model.
     """
     seed_device(seed)
-    net, sums, row = Net.of(network), build_objective(objective), data.probe_batch(1)
+    net = Net.of(network)
+    sums = build_objective(objective)
+    row = data.probe_batch(1)
     if isinstance(sums, CrossEntropy):
         check_labels(data.task)
     make_optimizer = partial(build_optimizer, optimizer, head_dim=net.head_dim)
@@ -438,10 +444,10 @@ def check_labels(task: Task) -> None:
         for label in labels:
             number = label.item() if getattr(label, "ndim", None) == 0 else label
             is_wrong = isinstance(number, bool | float) or (isinstance(number, int) and not 0 <= number < classes)
-            require(
-                not is_wrong or number == IGNORED,
-                f"{task.name}: labels must be classes from 0 to {classes - 1}, or {IGNORED} where they do not count, got {number}",
-            )
+            if is_wrong and number != IGNORED:
+                raise ConfigError(
+                    f"{task.name}: labels must be classes from 0 to {classes - 1}, or {IGNORED} where they do not count, got {number}"
+                )
 
 
 # --- checkpoints and sharding
@@ -546,8 +552,6 @@ def load_whole(network: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 def part_of(whole: Tensor, local: Tensor) -> Tensor:
     """Return this process's shard of ``whole``, with the sharding of ``local``."""
-    return (
-        distribute_tensor(whole, local.device_mesh, local.placements, src_data_rank=None)
-        if isinstance(local, DTensor)
-        else whole
-    )
+    if isinstance(local, DTensor):
+        return distribute_tensor(whole, local.device_mesh, local.placements, src_data_rank=None)
+    return whole

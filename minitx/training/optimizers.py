@@ -95,9 +95,8 @@ def muon(
     """
     options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "eps": eps, "rules": rules, "head_dim": head_dim}
     groups = parameter_groups(network, matrix_lr=matrix_lr, **options)
-    trained = [p for group in groups if "matrix" in group for p in group["params"] if p.requires_grad]  # type: ignore[attr-defined]
     require(
-        bool(trained),
+        any(p.requires_grad for group in groups if "matrix" in group for p in group["params"]),  # type: ignore[attr-defined]
         f"optimizer=muon needs a trainable torch.nn.Linear other than heads, but {type(network).__name__} has none: use optimizer=adamw",
     )
     optimizer = Muon(groups, betas=betas, momentum=momentum, steps=ns_steps)
@@ -164,9 +163,9 @@ def role_of(network: nn.Module, name: str) -> str:
     >>> [role_of(norms, name) for name, _ in norms.named_parameters()]
     ['norms', 'biases', 'weights', 'biases']
     """
-    path, _, own = name.rpartition(".")
+    path, _, last = name.rpartition(".")
     owner = network.get_submodule(path)
-    if "bias" in own:
+    if "bias" in last:
         return "biases"
     if isinstance(owner, nn.Embedding):
         return "embeddings"
@@ -444,7 +443,8 @@ class Muon(torch.optim.Optimizer):
         go = 1.0
         for p in params:
             self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-        buffers, momentum = [self.state[p]["momentum_buffer"] for p in params], group["momentum"]
+        buffers = [self.state[p]["momentum_buffer"] for p in params]
+        momentum = group["momentum"]
         if (stop := self.found_inf) is not None:  # interpolating a buffer towards itself leaves it unchanged
             grads = [torch.where(stop.bool(), old, grad) for old, grad in zip(buffers, grads, strict=True)]
             go = 1.0 - stop.to(widest_float(stop.device))  # type: ignore[assignment]

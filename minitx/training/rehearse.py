@@ -36,7 +36,7 @@ from minitx.config.schema import first_line
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Batch, Draw, Split, counting, kept_generators, num_targets, select_rows
 from minitx.nn.modes import evaluating
-from minitx.training.callbacks import StoppedError
+from minitx.training import StoppedError
 from minitx.training.checkpoints import load_weights, network_weights, read_checkpoint
 from minitx.training.devices import as_one_process, device_of
 from minitx.training.module import FIND_UNUSED, AtomicCheckpointIO, NonFiniteError, TrainingModule, few, reached_by_gradients

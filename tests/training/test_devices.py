@@ -12,7 +12,7 @@ from torch import nn
 
 from minitx.config import ConfigError
 from minitx.data.task import Task
-from minitx.training.callbacks import StoppedError
+from minitx.training import StoppedError
 from minitx.training.metrics_csv import read_metrics
 from minitx.training.module import TrainingModule
 

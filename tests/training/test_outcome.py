@@ -18,12 +18,13 @@ from torch import nn
 
 import minitx.training.run as run_module
 from minitx.config import ConfigError, EvaluationConfig
-from minitx.training import loggers, metrics_csv
+from minitx.training import loggers, records
 from minitx.training.evaluation import Evaluation, report
 from minitx.training.loggers import describe_device, summarise
-from minitx.training.metrics_csv import MetricsFile, add_records, read_metrics
+from minitx.training.metrics_csv import MetricsFile, read_metrics
 from minitx.training.module import NonFiniteError
 from minitx.training.net import in_own_dtype
+from minitx.training.records import add_records
 from minitx.training.run import train
 from minitx.training.trainer import check_callbacks
 
@@ -88,10 +89,10 @@ def test_a_full_disk_or_a_crash_leaves_the_files_of_the_run_that_goes_on_as_they
     with pytest.raises(ConfigError, match="No space left on device"), loggers.run_folder(tmp_path, {config.name: "new"}):
         pass
     add_records(probes, {"step": 1}, {"step": 2})
-    monkeypatch.setattr(metrics_csv, "add_records", None)
+    monkeypatch.setattr(records, "add_records", None)
     with pytest.raises(TypeError):
-        metrics_csv.drop_records(probes, 1)
-    assert config.read_text(encoding="utf-8") == "old" and len(metrics_csv.read_records(probes)) == 2
+        records.drop_records(probes, 1)
+    assert config.read_text(encoding="utf-8") == "old" and len(records.read_records(probes)) == 2
 
 
 def test_two_processes_cannot_train_in_one_folder(tmp_path):

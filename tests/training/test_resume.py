@@ -15,7 +15,7 @@ from extra import last, train_with
 from killing import blows, hit_and_go_on, length_of, result_of, run
 
 from minitx.config import ConfigError, Part, node, to_dict
-from minitx.training.callbacks import StoppedError
+from minitx.training import StoppedError
 from minitx.training.checkpoints import check_resumed
 from minitx.training.metrics_csv import read_metrics
 from minitx.training.optimizers import constant, sgd
