@@ -28,11 +28,12 @@ from minitx.data.datamodule import DataModule, open_data
 from minitx.data.task import Task, kept_generators
 from minitx.training.callbacks import check_whole_weights
 from minitx.training.checkpoints import load_start
-from minitx.training.devices import check_accelerator, cpu_precision, device_of, local_parts, parallelize
+from minitx.training.devices import check_accelerator, cpu_precision, device_of, local_parts
 from minitx.training.loggers import describe_part
 from minitx.training.net import Net, build_network
 from minitx.training.optimizers import build_optimizer, check_strategy, describe_decay
 from minitx.training.run import build_all, check_evaluation, log_on_rank_zero, with_objects
+from minitx.training.sharding import parallelize
 from minitx.training.trainer import quiet_lightning
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from minitx.config import ConfigError, ParameterRule, Part, evaluate_factor
 from minitx.config.schema import Bound, Count, NotNegative, Positive, Share, require
 from minitx.nn.precision import widest_float
-from minitx.training.devices import is_sharded
+from minitx.training.devices import is_sharded, part_of
 
 Rules = tuple[ParameterRule, ...]
 
@@ -453,3 +453,24 @@ class Muon(torch.optim.Optimizer):
         for p, update in zip(params, orthogonalise(updates, group["steps"]), strict=True):
             p.mul_(1.0 - group["lr"] * group["weight_decay"] * go)
             p.sub_(update * (group["lr"] * max(1.0, p.shape[-2] / p.shape[-1]) ** 0.5 * go))
+
+
+def keep_dtypes(
+    optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], dtypes: Mapping[nn.Parameter, torch.dtype | None]
+) -> None:
+    """Restore the saved dtypes of the state of ``optimizer``.
+
+    ``Optimizer.load_state_dict`` casts every tensor except ``step`` to the dtype of its parameter. For example, it would round
+    ``mu_product`` of ``NAdam`` from float32 to bfloat16, and the resumed run would differ.
+
+    Args:
+        saved: the saved state.
+        dtypes: the dtype of each parameter when the state was saved. A state tensor with that dtype is cast as in torch.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in enumerate(parameters):
+        for name, value in saved["state"].get(number, {}).items():
+            loaded = optimizer.state[parameter].get(name)
+            is_cast = isinstance(value, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != value.dtype
+            if is_cast and value.dtype != dtypes[parameter]:
+                optimizer.state[parameter][name] = part_of(value.to(loaded.device), loaded)

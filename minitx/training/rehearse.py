@@ -39,7 +39,8 @@ from minitx.nn.modes import evaluating
 from minitx.training import StoppedError
 from minitx.training.checkpoints import load_weights, network_weights, read_checkpoint
 from minitx.training.devices import as_one_process, device_of
-from minitx.training.module import FIND_UNUSED, AtomicCheckpointIO, NonFiniteError, TrainingModule, few, reached_by_gradients
+from minitx.training.module import FIND_UNUSED, NonFiniteError, TrainingModule, few, reached_by_gradients
+from minitx.training.trainer import AtomicCheckpointIO
 
 log = logging.getLogger(__name__)
 

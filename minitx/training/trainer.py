@@ -27,9 +27,23 @@ from minitx.config import ConfigError, TrainerConfig
 from minitx.config.part import parameter_names
 from minitx.config.schema import defaults, first_line
 from minitx.config.training import REPLACED
+from minitx.training.checkpoints import read_checkpoint, write_checkpoint
 from minitx.training.devices import cpu_precision, device_of
 from minitx.training.metrics_csv import MetricsFile
-from minitx.training.module import FIND_UNUSED, AtomicCheckpointIO, Sharded
+from minitx.training.module import FIND_UNUSED
+
+
+class AtomicCheckpointIO(CheckpointIO):
+    """Read and write Lightning's checkpoints atomically, and without pickled code (``read_checkpoint``, ``write_checkpoint``)."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        write_checkpoint(checkpoint, path)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
+        return read_checkpoint(path)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        Path(path).unlink(missing_ok=True)
 
 
 def build_trainer(
@@ -182,6 +196,8 @@ def place_of(options: TrainerConfig) -> dict[str, Any]:
         plugins, precision = [*plugins, MixedPrecision("bf16-mixed", device.type)], None
     strategy: Strategy = SingleDeviceStrategy(device)  # for unknown devices Lightning would use the CPU
     if options.strategy == "sharded":
+        from minitx.training.sharding import Sharded
+
         strategy = Sharded(options.world_size)
     elif options.strategy.startswith("ddp") or options.world_size > 1:
         strategy = DDPStrategy(gradient_as_bucket_view=True, find_unused_parameters=options.strategy == FIND_UNUSED)

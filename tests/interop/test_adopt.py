@@ -23,8 +23,8 @@ from minitx.analysis.statistics import real_keys
 from minitx.interop import adopt_hf, release_hf
 from minitx.interop.adopt import adopted_cores
 from minitx.nn import MultiHeadAttention, Padding, fold_scale, is_recomputing, set_scale, swap_attention
-from minitx.training.devices import parallelize
 from minitx.training.net import Net
+from minitx.training.sharding import parallelize
 from tests.interop.families import (
     BESIDE,
     DECODERS,

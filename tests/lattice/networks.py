@@ -445,7 +445,7 @@ def _shard(model: nn.Module) -> None:
     """Shard a model as a run with ``trainer.strategy=fsdp`` does, over the one process of a group."""
     from torch.distributed.device_mesh import DeviceMesh
 
-    from minitx.training.devices import parallelize
     from minitx.training.net import Net
+    from minitx.training.sharding import parallelize
 
     parallelize(model, DeviceMesh("cpu", [0]), Net.of(model).layers())

@@ -324,7 +324,7 @@ WRITTEN = (
     Fault(
         "fsdp_groups",
         "sharded × several parameter groups × resume: the moments go to other parameters",
-        "minitx/training/module.py:by_number",
+        "minitx/training/sharding.py:by_number",
         'enumerate(_parameters(state["param_groups"]))',
         'enumerate(sorted(_parameters(state["param_groups"])))',
     ),

@@ -28,8 +28,8 @@ from minitx.training.checkpoints import (
     read_checkpoint,
     write_checkpoint,
 )
-from minitx.training.module import AtomicCheckpointIO
 from minitx.training.run import train
+from minitx.training.trainer import AtomicCheckpointIO
 
 WEIGHT = torch.arange(7.0)
 SMALL = {"minitx": {"model": {"_target_": "torch.nn.Linear"}, "format": FORMAT}, "state_dict": {"weight": WEIGHT}}
