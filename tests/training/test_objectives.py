@@ -215,19 +215,6 @@ def groups_by_name(model, **options):
     return {names[id(p)]: group for group in groups for p in group["params"]}
 
 
-class Experts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.up_bias = (nn.Parameter(torch.ones(shape)) for shape in ((2, 3, 5), (2, 5)))
-        self.query_norm, self.table, self.out = nn.RMSNorm((2, 3)), nn.Embedding(7, 3), nn.Linear(3, 5)
-
-
-def test_the_module_that_owns_a_parameter_decides_about_weight_decay_not_its_axes():
-    decays = {name: group["weight_decay"] for name, group in groups_by_name(Experts(), lr=1e-3, weight_decay=0.3).items()}
-    plain = {"up_bias", "query_norm.weight", "out.bias"}
-    assert decays == {name: 0.0 if name in plain else 0.3 for name, _ in Experts().named_parameters()}
-
-
 class ScheduleFree(torch.optim.SGD):
     def train(self): ...
 
