@@ -203,6 +203,8 @@ def _family(point: Mapping[str, str]) -> nn.Module:
     rates = dict.fromkeys(names & set(ATTENTION_DROPOUT), rate)
     rates |= dict.fromkeys(names & {"resid_pdrop", "embd_pdrop", "hidden_dropout_prob"}, 0.0)
     model = cls(cls.config_class(**options, **rates))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.endswith(".mask_token"))  # for pretraining alone
     for module in model.modules():  # the decoder of T5 has a config of its own
         if hasattr(module, "config"):
             module.config.use_cache = False  # under autocast, a cache makes float32 of all values; checkpointing allows none
@@ -274,7 +276,7 @@ class Subject:
             torch.save(model, file)
             model = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
         elif wrapper == "functional_call":
-            self.parameters = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+            self.parameters = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
             return lambda **inputs: torch.func.functional_call(model, dict(self.parameters), (), inputs), model
         elif wrapper == "frozen":
             trained = next(model.parameters())

@@ -8,7 +8,6 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from minitx.config import ConfigError, ParameterRule, Part, TransformerConfig, node
 from minitx.data.task import num_targets
@@ -213,17 +212,6 @@ def groups_by_name(model, **options):
     names = {id(p): name for name, p in model.named_parameters()}
     groups = parameter_groups(model, **options)
     return {names[id(p)]: group for group in groups for p in group["params"]}
-
-
-class ScheduleFree(torch.optim.SGD):
-    def train(self): ...
-
-    def eval(self): ...
-
-
-def test_an_optimizer_with_other_weights_for_evaluation_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"ScheduleFree has other weights .* callbacks=\[default,ema\]"):
-        build_optimizer(node(ScheduleFree, lr=0.1), nn.Linear(3, 5))
 
 
 def test_every_parameter_is_updated_once_and_weight_decay_spares_every_vector():
