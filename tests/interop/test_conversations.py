@@ -248,13 +248,14 @@ def test_the_marks_of_a_template_are_those_that_the_tokenizers_folder_names(tmp_
 
 BROKEN = ["{% for m in messages %}", "{{ raise_exception('no') }}", "{% for m in messages %}{{ m.content }}\n{% endfor %}"]
 BROKEN += ["{{ messages[0].content | length }}"]
+BROKEN += ["{% for m in messages %}{{ eos_token }}{{ m.role }}: {{ m.content }}{% endfor %}"]  # the next message ends an answer
 UNSAFE = ["{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}"]
 
 
 @pytest.mark.parametrize("template", [*BROKEN, *UNSAFE])
 def test_a_template_that_cannot_be_used_is_refused(tokenizer, template):
     with pytest.raises(ConfigError, match=r"^data\.template "):
-        ChatFormat(template, tokenizer).encode([*CHAT, CHAT[2]])
+        ChatFormat(template, tokenizer).encode([*CHAT, *CHAT[2:4]])
 
 
 @pytest.fixture
