@@ -185,10 +185,10 @@ def _write_tokenizer(
     tokens = {**{role: text for role, text in from_folder.items() if text in known}, **tokens}
     if hasattr(tokenizer, "mark_ids"):
         made.post_processor = None
-        first = between = None if first_id is None else added[first_id]
+        first = between = "" if first_id is None else added[first_id]
         if loader == "AutoModelForSequenceClassification" and "cls_token" in tokens:
             first, between = tokens["cls_token"], tokens.get("eos_token", tokens["cls_token"])
-        if first is not None:
+        if first:
             special = [(token, made.token_to_id(token)) for token in (first, between)]
             pair = [first, "$A", between, "$B:0"]
             made.post_processor = TemplateProcessing(single=pair[:2], pair=pair, special_tokens=special)
