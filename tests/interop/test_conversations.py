@@ -213,6 +213,20 @@ def test_a_call_counts_up_to_its_end_mark_whether_its_tags_are_added_tokens_or_w
     assert [theirs.id_to_token(id) for id in ids[counted]] == 2 * wanted
 
 
+THOUGHTS = "{% for m in messages %}{{ m.role }} {% if loop.last %}think {% endif %}{{ m.content }} <end> {% endfor %}"
+
+
+def test_an_added_token_ends_an_answer_also_where_a_template_drops_thoughts_of_earlier_messages():
+    words = ["<unk>", "</s>", "<end>", "user", "assistant", "think", "hi", "yes"]
+    theirs = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    theirs.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    theirs.add_special_tokens(["</s>"])
+    theirs.add_tokens(["<end>"])
+    chat = turns("user: hi", "assistant: yes", "user: hi", "assistant: yes")
+    ids, counted = ChatFormat(THOUGHTS, Tokenizer(theirs.to_str())).encode(chat)
+    assert [theirs.id_to_token(id) for id in ids[counted]] == ["yes", "<end>", "yes", "<end>"]
+
+
 @pytest.mark.parametrize("content", ["[inst]", "[INST]", "＜/s＞"])
 def test_a_content_is_no_special_token_also_where_the_normaliser_makes_it_its_name(content):
     theirs = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in enumerate("[]</>instok")}, []))
