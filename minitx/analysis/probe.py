@@ -26,10 +26,9 @@ from minitx.analysis.statistics import (
     token_cosine_of,
     token_cosine_sums,
 )
-from minitx.config import IGNORED
 from minitx.config.schema import Config, Count, Natural, require, takes_fields_of
 from minitx.data.datamodule import DataModule
-from minitx.data.task import Batch
+from minitx.data.task import Batch, counting
 from minitx.nn.attention import attention_cores
 from minitx.nn.bias import tensors_of
 from minitx.nn.blocks import is_block
@@ -205,7 +204,7 @@ class Probe(StepCallback):
         loss = checked_sums(module.objective(module.net(batch), batch))["loss"]
         axis = TARGET if TARGET in batch else SOURCE
         has_target = axis in batch and batch["labels"].shape == batch[axis].shape
-        return loss, {axis: batch["labels"] != IGNORED} if has_target else {}
+        return loss, {axis: counting(batch["labels"])} if has_target else {}
 
     def _log(self, trainer: L.Trainer, layers: Sequence[Mapping[str, Any]], step: int) -> None:
         values = {

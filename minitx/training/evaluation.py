@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from minitx.config import IGNORED, EvaluationConfig
+from minitx.config import EvaluationConfig
 from minitx.config.schema import read, require
 from minitx.config.training import Model
 from minitx.data.batches import Address, ValSource
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Z95 = 1.959963984540054
-_NO_LABEL = f"data: there is nothing to evaluate: all labels are {IGNORED}"
+_NO_LABEL = "data: there is nothing to evaluate: no label counts"
 
 EVALUATED_KINDS = ("language_model", "masked_lm", "classify", "seq2seq")
 """The kinds of tasks with their own metrics."""
@@ -198,7 +198,7 @@ def evaluate(
         if task.kind == "seq2seq":
             evaluation = _of_answers(network, task, split, source, options, ratio_interval(nll, counts), 2 * int(counts.max()))
             return replace(evaluation, **rows)
-        rows["left_out"] += share_of(count - len(counts), count, f"rows are left out: all of their labels are {IGNORED}")
+        rows["left_out"] += share_of(count - len(counts), count, "rows are left out: none of their labels counts")
         return Evaluation(_of_labels(task, nll, counts, right), baselines(), **{**rows, "rows": len(counts)})
 
 

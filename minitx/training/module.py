@@ -310,7 +310,7 @@ class TrainingModule(L.LightningModule):
         self._validation = {}
         count = totals.pop("count")
         if not count:
-            log.warning("the %s rows have no loss: all labels are %d", split, IGNORED)
+            log.warning("the %s rows have no loss: none of their labels counts", split)
         means = {f"{split}_{'accuracy' if name == 'correct' else name}": value / count for name, value in totals.items()}
         if split == "val" and count and not math.isfinite(means["val_loss"]):
             raise NonFiniteValidationError(self.global_step, float(means["val_loss"]), float(self.grad_norm))

@@ -179,13 +179,13 @@ def describe_decay(optimizer: torch.optim.Optimizer, network: nn.Module) -> str:
 
     >>> network = nn.Linear(3, 5)
     >>> describe_decay(adamw(network, weight_decay=0.1), network)
-    'weight decay 0.1: 1 weights; 0: 1 biases'
+    'weight decay 0.1: weights (1); 0: biases (1)'
     """
     names = {parameter: name for name, parameter in network.named_parameters()}
     counts: dict[float, Counter[str]] = defaultdict(Counter)
     for group in optimizer.param_groups:
         counts[group.get("weight_decay", 0.0)].update(role_of(network, names[p]) for p in group["params"] if p in names)
-    listed = (f"{decay:g}: {', '.join(f'{n} {role}' for role, n in roles.items())}" for decay, roles in counts.items())
+    listed = (f"{decay:g}: {', '.join(f'{role} ({n})' for role, n in roles.items())}" for decay, roles in counts.items())
     return f"weight decay {'; '.join(listed)}" if len(counts) > 1 else ""
 
 

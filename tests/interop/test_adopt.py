@@ -321,6 +321,8 @@ def test_of_two_models_made_from_one_config_object_one_is_adopted_and_released()
     with pytest.raises(RuntimeError, match=r"call adopt_hf\(model\)"):
         answer(three)
     assert torch.equal(answer(adopt_hf(three)), answer(two)) and len(adopted_cores(two)) == 2
+    torch.testing.assert_close(answer(release_hf(three)), answer(two), atol=1e-5, rtol=1e-4)
+    assert len(adopted_cores(two)) == 2
 
 
 def test_a_container_of_two_adopted_models_is_released_and_a_part_of_a_model_is_refused():
