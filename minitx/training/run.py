@@ -164,9 +164,8 @@ class Run:
 
     def _noting_gradients(self, trainer: L.Trainer) -> AbstractContextManager[set[nn.Parameter] | None]:
         """A context for ``module.reached``. Only DDP that does not look for unused parameters must know it."""
-        waits = isinstance(trainer.strategy, DDPStrategy) and trainer.world_size > 1
-        looks = self.module.options.strategy == FIND_UNUSED
-        return reached_by_gradients(self.module.network) if waits and not looks else nullcontext()
+        waits = isinstance(trainer.strategy, DDPStrategy) and self.module.options.strategy != FIND_UNUSED
+        return reached_by_gradients(self.module.network) if waits else nullcontext()
 
 
 # --- from the config to the run
