@@ -70,6 +70,16 @@ def test_the_mode_that_a_word_or_a_file_of_a_user_sets_is_read(tmp_path, monkeyp
     assert seeds == [3, 5] * 2
 
 
+def test_an_option_of_a_user_that_names_another_choice_is_that_choice(tmp_path):
+    for name, content in {
+        "experiment/own.yaml": "# @package _global_\ndefaults: [{/mine: 'like_${experiment}'}]\nexperiment: own\n",
+        "mine/like_own.yaml": "# @package _global_\nseed: 5\n",
+    }.items():
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    assert composed([f"--config-dir={tmp_path}", "experiment=own"]).seed == 5
+
+
 def test_a_mistake_in_a_kept_composition_is_named_as_hydra_names_it():
     for words in (["experiment=char_lm", "optimizer=adamw", "optimiser.lr=1"], ["experiment=nothing"]):
         with composing_anew(), pytest.raises(ConfigError) as made:
