@@ -44,7 +44,12 @@ def same(one, two):
     return one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
 
 
-@pytest.mark.parametrize("name", CASES)
+SHAPES = {"llama grouped tied", "llama yarn", "llama yarn one turn", "mistral", "qwen2 mixed", "gemma2 no caps", "gemma3 window",
+          "bert token", "t5 few buckets", "roberta pooler"}  # fmt: skip
+"""Further shapes of families: test_logits.py has them, too."""
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in SHAPES])
 def test_a_round_trip_keeps_every_bit_and_transformers_reads_it_as_the_same_model(name, tmp_path):
     theirs = build(name)
     first, second = saved(theirs, tmp_path / "first"), tmp_path / "second"
