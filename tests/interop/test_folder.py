@@ -46,7 +46,7 @@ def same(one, two):
 
 SHAPES = {"llama grouped tied", "llama yarn", "llama yarn one turn", "mistral", "qwen2 mixed", "gemma2 no caps", "gemma3 window",
           "bert token", "t5 few buckets", "roberta pooler"}  # fmt: skip
-"""Further shapes of families: test_logits.py has them, too."""
+"""Further shapes of families, which test_logits.py has."""
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in SHAPES])
