@@ -92,8 +92,7 @@ def both_tokenizers(tmp_path_factory):
 TURNS = ["system: be brief", "user:  1+1?\n", "assistant: 2 ", "user: thanks", "assistant: né"]
 
 
-@pytest.mark.parametrize("prompt", [False, True])
-@pytest.mark.parametrize("chat", [TURNS, TURNS[1:], TURNS[1:4], TURNS[:2]], ids=len)
+@pytest.mark.parametrize(("chat", "prompt"), [(TURNS, False), (TURNS[1:], True)], ids=["whole", "prompt"])
 @pytest.mark.parametrize("name", [*PLAIN, *GENERATION])
 def test_a_template_writes_what_transformers_writes_and_its_marks_decide_what_counts(both_tokenizers, name, chat, prompt):
     (theirs, ours), said, template = both_tokenizers, turns(*chat), (PLAIN | GENERATION)[name]
