@@ -29,6 +29,11 @@ SLOW = 4
 
 PROCESSES = {"place": "ddp_cpu|fsdp"}
 
+QUICK_OF_SEVERAL = (
+    "place=ddp_cpu processes=2 ends=term accumulate=2 data=noisy user=callback",
+)
+"""Points of the default tier in one pair of processes."""
+
 BESIDE = {
     "num_nodes": "several machines",
     "shard": "names of classes: tests/training/test_devices.py",
@@ -41,11 +46,11 @@ BESIDE = {
 
 
 def points(several):
-    """The points of two processes, or of one."""
+    """The points of other processes, or of this one."""
     return [point for point in RUNS.points(SEED) if matches(PROCESSES, point) == several]
 
 
-@pytest.mark.parametrize("words", QUICK)
+@pytest.mark.parametrize("words", [*QUICK, *QUICK_OF_SEVERAL])
 def test_a_cheap_point_has_every_property(words):
     point = RUNS.point_of(words)
     assert RUNS.serves(point)
@@ -65,7 +70,7 @@ def test_every_point_of_one_process_has_every_property(part):
 
 @pytest.mark.release
 @pytest.mark.parametrize("part", range(PARTS))
-def test_every_point_of_two_processes_has_every_property(part):
+def test_every_point_of_several_processes_has_every_property(part):
     assert_all(points(several=True)[part::PARTS])
 
 
