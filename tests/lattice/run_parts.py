@@ -100,12 +100,12 @@ class OwnRows:
 
 
 def own_objective(logits: Tensor, batch: Batch) -> dict[str, Tensor]:
-    """A user's objective: cross-entropy, and the sum of the largest logits beside it."""
+    """A user's objective: cross-entropy, and the number of rows beside it."""
     real = batch["labels"] != -100
     loss = nn.functional.cross_entropy(
         logits[real].float().reshape(-1, logits.shape[-1]), batch["labels"][real], reduction="sum"
     )
-    return {"loss": loss, "largest": logits[real].float().amax(-1).sum()}
+    return {"loss": loss, "rows": loss.new_tensor(float(len(batch["labels"])))}
 
 
 class Counter(L.Callback):
@@ -139,7 +139,8 @@ class Diary(Logger):
         self.folder.mkdir(exist_ok=True)
         path = self.folder / f"{step}.json"
         before = json.loads(path.read_text()) if path.exists() else {}
-        path.write_text(json.dumps(before | {name: float(value) for name, value in metrics.items()}))
+        known = {name: float(value) for name, value in metrics.items() if name.startswith(("train_", "val_"))}
+        path.write_text(json.dumps(before | known))
 
     def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None:
         pass
@@ -149,13 +150,14 @@ class Diary(Logger):
 class Record:
     """What a run did: its first weights, the batches of each step, and those of its last validation and of its test.
 
-    ``start`` is None where a network cannot travel between processes.
+    ``start`` is None where a network cannot travel between processes. ``seeds`` are those of the generator after each micro-batch.
     """
 
     start: nn.Module | None
     batches: list[tuple[int, Batch]] = field(default_factory=list)
     validation: list[Batch] = field(default_factory=list)
     test: list[Batch] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
 
     def steps(self) -> dict[int, list[Batch]]:
         """The micro-batches of each step."""
@@ -175,7 +177,7 @@ class Recorder(L.Callback):
     whole: nn.Module | None = None
 
     def setup(self, trainer: L.Trainer, module: Any, stage: str) -> None:
-        if stage == "fit" and isinstance(trainer.strategy, ModelParallelStrategy):
+        if stage == "fit" and _is_sharded(trainer):
             self.whole = copy.deepcopy(network_of(module))
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
@@ -183,6 +185,9 @@ class Recorder(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Batch, batch_idx: int) -> None:
         RECORDS[-1].batches.append((trainer.global_step, _copied(batch)))
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        RECORDS[-1].seeds.append(torch.initial_seed())
 
     def on_validation_epoch_start(self, trainer: L.Trainer, module: Any) -> None:
         RECORDS[-1].validation = []
@@ -212,7 +217,7 @@ class Hit(Checkpoint):
     Args:
         how: a key of ``SIGNALS``. ``crash_before``: the power goes between the two files of step 4. ``crash_inside``: while the first
             file of step 4 is written. ``crash_after``: in step 5. Then each file of rows ends in the middle of a line.
-            ``nonfinite``: the weights are not finite before ``step``.
+            ``nonfinite``: the weights are not finite before ``step``, or the gradient in it, if the model is sharded.
         step: see ``nonfinite``.
     """
 
@@ -227,10 +232,17 @@ class Hit(Checkpoint):
             os.kill(os.getpid(), SIGNALS[self.how][0])
         if self.how == "crash_after" and step == 5:
             crash(trainer)
-        if self.how == "nonfinite" and step == self.step and is_hit:
+        if self.how == "nonfinite" and step == self.step and is_hit and not _is_sharded(trainer):
             with torch.no_grad():
-                for weight in network_of(module).parameters():  # of a sharded model, the parts of this process
-                    (weight.to_local() if hasattr(weight, "to_local") else weight).fill_(float("nan"))
+                for weight in network_of(module).parameters():
+                    weight.fill_(float("nan"))
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: Any) -> None:
+        is_hit = trainer.global_rank == trainer.world_size - 1
+        if self.how == "nonfinite" and trainer.global_step + 1 == self.step and is_hit and _is_sharded(trainer):
+            gradients = [weight.grad for weight in network_of(module).parameters() if weight.grad is not None]
+            for gradient in cast(Any, gradients):  # all processes have the weights: the parts of this one alone
+                gradient.to_local().fill_(float("nan"))
 
     def on_validation_end(self, trainer: L.Trainer, module: Any) -> None:
         if self.how == "crash_before" and trainer.global_step >= 4:
@@ -243,6 +255,10 @@ class Hit(Checkpoint):
     def on_save_checkpoint(self, trainer: L.Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
         if self.how == "crash_inside" and trainer.global_step >= 4:
             checkpoint["the end"] = _Unwritable(trainer)
+
+
+def _is_sharded(trainer: L.Trainer) -> bool:
+    return isinstance(trainer.strategy, ModelParallelStrategy)
 
 
 def crash(trainer: L.Trainer) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 import re
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ class Outcome:
         refusal: the message of a refusal, or "".
         error: the name of the error that ended the run, or "".
         changed: the names of what the run changed for the process.
+        written: the files in the run's folder that the process opened to write.
     """
 
     result: dict[str, Any] | None = None
@@ -36,6 +38,7 @@ class Outcome:
     error: str = ""
     record: Record | None = None
     changed: dict[str, Any] = field(default_factory=dict)
+    written: list[str] = field(default_factory=list)
 
 
 class EndedError(Exception):
@@ -72,6 +75,8 @@ def train(count: int, words: list[str], folder: Path, point: Point) -> tuple[dic
         for name in ("refusal", "error", "result"):
             mine, theirs = (_without_places(getattr(each, name)) for each in (first, outcome))
             assert mine == theirs, f"{name} of rank 0 is {str(mine)[:150]!r}, of rank {rank} {str(theirs)[:150]!r}"
+        written = [path for path in outcome.written if not path.startswith("logs")]
+        assert not written, f"rank {rank} wrote {', '.join(written[:3])}: the first process alone writes files, but for logs"
     if first.refusal:
         raise ValueError(first.refusal)
     changed = {f"rank {rank}: {name}": value for rank, each in enumerate(outcomes) for name, value in each.changed.items()}
@@ -119,6 +124,7 @@ def train_in_a_rank(words: list[str], folder: Path, point: Point) -> Outcome:
         pretend.register()
     del run_parts.RECORDS[:]
     before, outcome = runs.state_of_the_process(), Outcome()
+    _note_written_files(folder)
     try:
         with runs._surroundings(point):
             outcome.result = inside.train_by(words, folder)
@@ -128,6 +134,7 @@ def train_in_a_rank(words: list[str], folder: Path, point: Point) -> Outcome:
         if type(error).__name__ not in ("StoppedError", "NonFiniteError"):
             raise
         outcome.error = type(error).__name__
+    outcome.written = sorted(set(_WRITTEN))
     changed = runs.changes_between(before, runs.state_of_the_process())
     outcome.changed = {name: str(values)[:300] for name, values in changed.items()}
     if run_parts.RECORDS:
@@ -135,6 +142,27 @@ def train_in_a_rank(words: list[str], folder: Path, point: Point) -> Outcome:
         if point["network"] in runs.OF_TRANSFORMERS or int(os.environ.get("RANK", "0")):
             outcome.record.start = None  # it needs what it was made of, or is the same as that of the first process
     return outcome
+
+
+_WRITTEN: list[str] = []
+"""The files that this process opened to write in the folder of the run, without the folder."""
+
+_FOLDERS: list[str] = []
+
+
+def _note_written_files(folder: Path) -> None:
+    """From now on, note in ``_WRITTEN`` which files of ``folder`` this process opens to write."""
+    if not _FOLDERS:
+        sys.addaudithook(_note)
+    _FOLDERS[:], _WRITTEN[:] = [f"{folder}/"], []
+
+
+def _note(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "open":
+        path, mode, flags = arguments
+        if (mode or "").strip("brt") or (mode is None and flags & (os.O_WRONLY | os.O_RDWR)):
+            name = str(path)
+            _WRITTEN.extend(name.removeprefix(folder) for folder in _FOLDERS if name.startswith(folder))
 
 
 def together(records: list[Record]) -> Record | None:
@@ -146,7 +174,7 @@ def together(records: list[Record]) -> Record | None:
     if len(records) < 2:
         return records[0] if records else None
     found = Record(records[0].start)
-    for name in ("batches", "validation", "test"):
+    for name in ("batches", "validation", "test", "seeds"):
         lists = [getattr(record, name) for record in records]
         numbers = [len(each) for each in lists]
         assert len(set(numbers)) == 1, f"the processes read {numbers} batches ({name})"

@@ -29,10 +29,18 @@ SLOW = 4
 
 PROCESSES = {"place": "ddp_cpu|fsdp"}
 
-QUICK_OF_SEVERAL = (
-    "place=ddp_cpu processes=2 ends=term accumulate=2 data=noisy user=callback",
-)
+QUICK_OF_SEVERAL = ("place=ddp_cpu processes=2 ends=term accumulate=2 data=noisy user=callback objective=own",)
 """Points of the default tier in one pair of processes."""
+
+SLOW_OF_SEVERAL = (
+    "place=fsdp processes=2 ends=nonfinite accumulate=2 clip=.5 rules=factor",
+    "place=ddp_cpu processes=4 ends=stop_at accumulate=3 data=module objective=own asked=ema log_every=3",
+    "place=fsdp processes=4 ends=usr1 data=drawn asked=early log_every=3 option=all_rows",
+    "place=ddp_cpu processes=2 ends=hup data=pairs asked=tested workers=2 dropout=yes user=logger",
+    "place=fsdp processes=2 ends=crash_inside accumulate=3 data=padded asked=top_k rules=frozen",
+    "place=ddp_cpu processes=4 ends=crash_after data=text asked=samples clip=.5 user=callback",
+)
+"""Points of the slow tier in several processes: both strategies, a rank without rows or targets, ends of each kind."""
 
 BESIDE = {
     "num_nodes": "several machines",
@@ -60,6 +68,12 @@ def test_a_cheap_point_has_every_property(words):
 @pytest.mark.slow
 def test_a_part_of_the_points_of_one_process_has_every_property():
     assert_all([point for point in points(several=False) if point["compile"] == "no" and point["place"] == "one"][SLOW::PARTS])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", SLOW_OF_SEVERAL)
+def test_a_point_of_several_processes_has_every_property(words):
+    test_a_cheap_point_has_every_property(words)
 
 
 @pytest.mark.release

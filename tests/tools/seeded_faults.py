@@ -325,8 +325,8 @@ WRITTEN = (
         "fsdp_groups",
         "sharded × several parameter groups × resume: the moments go to other parameters",
         "minitx/training/module.py:by_number",
-        'enumerate(_parameters(state["param_groups"]))',
-        'enumerate(sorted(_parameters(state["param_groups"])))',
+        'enumerate(_parameters_of(state["param_groups"]))',
+        'enumerate(sorted(_parameters_of(state["param_groups"])))',
     ),
 )
 

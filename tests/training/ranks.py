@@ -86,6 +86,8 @@ class Ranks:
 
     def close(self) -> None:
         for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with the processes that load its batches
             process.kill()
         for pipe in self.pipes:
             pipe.close()
@@ -121,6 +123,8 @@ def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, **optio
 
 
 def _serve(pipe: Connection, settings: Mapping[str, str], trace: str) -> None:
+    os.setsid()
+    multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type] # as in a process of torchrun: workers are forked
     os.environ.update(settings)
     rank_zero_only.rank = int(settings.get("RANK", 0))  # Lightning reads it at import, and the server has imported Lightning
     say_nothing()
