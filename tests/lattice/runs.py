@@ -131,6 +131,7 @@ PRECISIONS = {name: f"trainer.precision={name}" for name in ("32-true", "64-true
 SOURCE = "init_from.path=HOME/sources/NAME/checkpoints/last.ckpt"
 STARTS = {"new": "", "init_from": SOURCE, "folded": f"{SOURCE} init_from.fold_scale=true model.scale=unscaled"}
 PLACES = {"one": "", "ddp_cpu": "trainer=ddp_cpu", "fsdp": "trainer.strategy=sharded"}
+PLACES["ddp_unused"] = "trainer.strategy=ddp_find_unused_parameters_true"
 PLACES["pretended"] = "trainer.accelerator=pretend"  # tests/pretend.py
 OF_THE_USER = {
     "none": "",
@@ -1069,6 +1070,11 @@ def assert_equal_to_rounding(run: Run, one: Finished, two: Finished) -> None:
         limit = 4 * rounding_of_losses + 16 * eps * max(losses, abs(number))
         assert abs(number - kept[1][place]) <= limit, f"{place} is {number} in one process, and {kept[1][place]} in several"
 
+    if run.point["asked"] == "evaluated":
+        told = [json.loads((finished.folder / "evaluation.json").read_text(encoding="utf-8")) for finished in (one, two)]
+        counts = [{name: metric["count"] for name, metric in each["metrics"].items()} for each in told]
+        assert counts[0] == counts[1], f"an evaluation of {counts[0]} rows in one process, and of {counts[1]} in several"
+
 
 def _numbers(state: Any, place: str = "callbacks") -> dict[str, float]:
     """The numbers in the states of callbacks, by their place. ModelCheckpoint does not restore ``current_score``."""
@@ -1119,7 +1125,7 @@ SHARDED = ("none", "early", "top_k", "evaluated", "tested")
 
 ALONE = {"place": "one", "processes": "1"}
 PRETENDED = {"place": "pretended"}
-OTHERS_THAN_ONE = {"place": "ddp_cpu|fsdp|pretended"}
+OTHERS_THAN_ONE = {"place": "!one"}
 REFERENCE = ({"optimizer": "muon"}, {"dropout": "yes"}, {"data": "stream", "workers": "2|pickled"}, PRETENDED)
 """Where a plain loop says nothing: ``torch.optim.Muon`` computes in bfloat16, a loop draws other numbers, and CUDA's autocast, which
 the pretended accelerator has, rounds elsewhere than the CPU's.
@@ -1169,7 +1175,7 @@ ORACLES = (
     ),
     Oracle(
         a_run_goes_on_in_another_number_of_processes,
-        where=({"place": "ddp_cpu|fsdp"},),
+        where=({"place": "ddp_cpu|ddp_unused|fsdp"},),
         unless=({"optimizer": "muon"}, {"dropout": "yes"}, {"data": "stream"}),
     ),
 )
@@ -1227,7 +1233,7 @@ RUNS = Lattice(
         "option": "instruments",
         "compile": "yes",
         "network": "hf|lora",
-        "place": "ddp_cpu|fsdp|pretended",
+        "place": "ddp_cpu|ddp_unused|fsdp|pretended",
         "processes": "2|4",
     },
 )

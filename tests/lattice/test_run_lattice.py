@@ -27,7 +27,7 @@ PARTS = 12
 SLOW = 4
 """The part of the points without compiler that the slow tier has."""
 
-PROCESSES = {"place": "ddp_cpu|fsdp"}
+PROCESSES = {"place": "ddp_cpu|ddp_unused|fsdp"}
 
 QUICK_OF_SEVERAL = ("place=ddp_cpu processes=2 ends=term accumulate=2 data=noisy user=callback objective=own",)
 """Points of the default tier in one pair of processes."""

@@ -105,8 +105,10 @@ FAULTS = (
         "best.ckpt is chosen by a loss of each process",
         f"{CALLBACKS}:BestCheckpoint.on_validation_end",
         "            super().on_validation_end(trainer, pl_module)\n",
-        "            trainer.callback_metrics[self.monitor] = torch.as_tensor(float(pl_module.step_loss))\n"
-        "            super().on_validation_end(trainer, pl_module)\n",
+        "            whole, own = self._monitor_candidates, {self.monitor: torch.as_tensor(float(pl_module.step_loss))}\n"
+        "            self._monitor_candidates = lambda trainer: {**whole(trainer), **own}\n"
+        "            super().on_validation_end(trainer, pl_module)\n"
+        "            del self._monitor_candidates\n",
     ),
     Fault(
         "stop_by_one_rank",
