@@ -889,6 +889,15 @@ def micro_batches_and_processes_change_no_row(run: Run) -> None:
             assert not differ, f"{split}: {', '.join(differ)} of row {number} is another one than in one process"
 
 
+def processes_read_other_documents_of_a_stream(run: Run) -> None:
+    """No row of a step comes twice."""
+    record = run.whole().record
+    assert record is not None
+    for step, batches in record.steps().items():
+        rows = [tuple(row) for batch in batches for row in batch["input_ids"].tolist()]
+        assert len(set(rows)) == len(rows), f"step {step + 1} has {len(rows) - len(set(rows))} rows twice"
+
+
 def _counting_rows(batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Tensor]]:
     """The rows of batches with a label that counts: a process without a row reads one without."""
     rows = []
@@ -1077,10 +1086,12 @@ def assert_equal_to_rounding(run: Run, one: Finished, two: Finished) -> None:
 
 
 def _numbers(state: Any, place: str = "callbacks") -> dict[str, float]:
-    """The numbers in the states of callbacks, by their place. ModelCheckpoint does not restore ``current_score``."""
+    """The numbers in the states of callbacks, by their place.
+
+    ModelCheckpoint does not restore ``current_score``; ``best_k_models`` has names of files with rounded losses.
+    """
     if isinstance(state, Mapping):
-        state = {re.sub(r"/tmp/[^ ]*/", "", str(name)): each for name, each in state.items() if name != "current_score"}
-        parts = ((f"{place}/{name}", each) for name, each in state.items())
+        parts = ((f"{place}/{name}", each) for name, each in state.items() if name not in ("current_score", "best_k_models"))
     elif isinstance(state, list | tuple):
         parts = ((f"{place}[{number}]", each) for number, each in enumerate(state))
     else:
@@ -1149,6 +1160,7 @@ ORACLES = (
         # the parts of several workers take turns by micro-batch, and two processes read other documents than one
         unless=({"data": "stream", "workers": "2"}, {"data": "stream", "processes": "2|4"}),
     ),
+    Oracle(processes_read_other_documents_of_a_stream, where=({"data": "stream", "processes": "2|4"},)),
     Oracle(workers_change_nothing, where=({"workers": "2|pickled"},), unless=({"data": "stream"},)),
     Oracle(
         looking_changes_no_bit,

@@ -39,6 +39,7 @@ SLOW_OF_SEVERAL = (
     "place=ddp_cpu processes=2 ends=hup data=pairs asked=tested workers=2 dropout=yes user=logger",
     "place=fsdp processes=2 ends=crash_inside accumulate=3 data=padded asked=top_k rules=frozen precision=64-true",
     "place=ddp_cpu processes=4 ends=crash_after data=text asked=ema clip=.5 user=callback",
+    "place=fsdp processes=2 ends=term_first data=stream workers=2 validation=3",
     "place=ddp_unused processes=2 ends=int data=chat asked=samples accumulate=2 optimizer=sgd",
 )
 """Points of the slow tier in several processes: both strategies, a rank without rows or targets, ends of each kind."""

@@ -200,6 +200,13 @@ FAULTS = (
         "self._draw(step, 0))",
     ),
     Fault(
+        "documents_without_rank",
+        "all processes read the same documents of a stream",
+        "minitx/data/documents.py:StreamSource.batch",
+        "rank * self.parts + part, every)",
+        "part, every)",
+    ),
+    Fault(
         "losses_of_one_rank",
         "metrics.csv has the loss of the first process",
         f"{CALLBACKS}:summed",
