@@ -17,6 +17,9 @@ from tests.lattice import run_parts
 from tests.lattice.engine import Point
 from tests.lattice.run_parts import PowerCut, Record
 
+OF_EACH = ("logs/", "fit-profile", "test-profile")
+"""Beginnings of the files that each process writes in the folder of a run."""
+
 PATIENCE = 90.0
 """Seconds after which a run hangs: a process waits for another that does not come."""
 
@@ -75,7 +78,7 @@ def train(count: int, words: list[str], folder: Path, point: Point) -> tuple[dic
         for name in ("refusal", "error", "result"):
             mine, theirs = (_without_places(getattr(each, name)) for each in (first, outcome))
             assert mine == theirs, f"{name} of rank 0 is {str(mine)[:150]!r}, of rank {rank} {str(theirs)[:150]!r}"
-        written = [path for path in outcome.written if not path.startswith("logs")]
+        written = [path for path in outcome.written if not path.startswith(OF_EACH)]
         assert not written, f"rank {rank} wrote {', '.join(written[:3])}: the first process alone writes files, but for logs"
     if first.refusal:
         raise ValueError(first.refusal)
