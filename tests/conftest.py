@@ -1,6 +1,7 @@
 """Every test starts from one seed, on one thread, without a network (pytest-socket, see pyproject.toml)."""
 
 import gc
+import logging
 import os
 import sys
 import traceback
@@ -8,6 +9,7 @@ from functools import cache
 from types import SimpleNamespace
 
 import pytest
+from _pytest.logging import catching_logs
 from hypothesis import HealthCheck, settings
 
 from tests.waiting import PATIENCE
@@ -43,6 +45,26 @@ def process_group():
     distributed.destroy_process_group()
 
 
+def _ask_few_loggers():
+    """pytest asks each logger, six times a test, whether it is to be heard apart from the root. There are thousands, and a few are."""
+    manager, enter = logging.root.manager, catching_logs.__enter__
+    apart, count = {}, 0
+
+    def enter_apart(self):
+        nonlocal apart, count
+        every = manager.loggerDict
+        if len(every) != count:
+            apart = {name: logger for name, logger in every.items() if not getattr(logger, "propagate", True)}
+            count = len(every)
+        manager.loggerDict = apart
+        try:
+            return enter(self)
+        finally:
+            manager.loggerDict = every
+
+    catching_logs.__enter__ = enter_apart
+
+
 def pytest_collection_finish():
     """The collected tests stay until the end: the garbage collector need not walk over them after each."""
     import torch
@@ -61,5 +83,6 @@ def pytest_collection_finish():
         from tests.composing import remember_compositions
 
         remember_compositions()
+    _ask_few_loggers()
     gc.collect()
     gc.freeze()

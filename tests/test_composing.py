@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig
 
+from minitx.cli import train
 from minitx.cli.compose import composed
 from minitx.config import ConfigError
+from tests.cli.conftest import RESULT
 from tests.composing import composing_anew
 
 WORDS = (
@@ -53,6 +55,29 @@ def test_a_file_of_a_user_that_changed_is_read_again(tmp_path):
         file.write_text(f"# @package _global_\nexperiment: own\nseed: {seed}\n", encoding="utf-8")
         for _ in range(2):
             assert composed([f"--config-dir={tmp_path}", "experiment=own"]).seed == seed
+
+
+def test_the_mode_that_a_word_or_a_file_of_a_user_sets_is_read(tmp_path, monkeypatch):
+    file = tmp_path / "experiment" / "own.yaml"
+    file.parent.mkdir()
+    file.write_text("# @package _global_\nexperiment: own\nhydra: {mode: MULTIRUN}\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    seeds = []
+    monkeypatch.setattr("minitx.cli.train.run_training", lambda config, *_: seeds.append(config.seed) or RESULT)
+    for words, code in ((["hydra.mode=MULTIRUN"], 0), (["--config-dir=.", "experiment=own"], 0), ([], 2)):
+        monkeypatch.setattr("sys.argv", ["train.py", *words, "seed=3,5", "callbacks.progress=false"])
+        assert train.main() == code, words
+    assert seeds == [3, 5] * 2
+
+
+def test_an_option_of_a_user_that_names_another_choice_is_that_choice(tmp_path):
+    for name, content in {
+        "experiment/own.yaml": "# @package _global_\ndefaults: [{/mine: 'like_${experiment}'}]\nexperiment: own\n",
+        "mine/like_own.yaml": "# @package _global_\nseed: 5\n",
+    }.items():
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    assert composed([f"--config-dir={tmp_path}", "experiment=own"]).seed == 5
 
 
 def test_a_mistake_in_a_kept_composition_is_named_as_hydra_names_it():

@@ -60,6 +60,11 @@ def parsed(file: Path) -> ast.Module:
     return ast.parse(file.read_text())
 
 
+@functools.cache
+def nodes(tree: ast.Module) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree))
+
+
 def dotted(node: ast.AST) -> str:
     """A name with its attributes; other expressions, such as a call, have none: ``().extractall``."""
     if isinstance(node, ast.Attribute):
@@ -67,7 +72,8 @@ def dotted(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else "()"
 
 
-def imports(file: Path, module: str) -> Iterator[tuple[str, bool, int]]:
+@functools.cache
+def imports(file: Path, module: str) -> list[tuple[str, bool, int]]:
     """Every import of a file: (absolute name, inside a function or a TYPE_CHECKING block, line)."""
 
     def walk(node: ast.AST, on_use: bool) -> Iterator[tuple[str, bool, int]]:
@@ -87,7 +93,7 @@ def imports(file: Path, module: str) -> Iterator[tuple[str, bool, int]]:
 
     here = f"minitx.{module}".rstrip(".")
     package = here if file.name == "__init__.py" else here.rpartition(".")[0]
-    return walk(parsed(file), False)
+    return [*walk(parsed(file), False)]
 
 
 def violations(file: Path, package: Path = PACKAGE) -> list[str]:
@@ -172,14 +178,14 @@ NEEDED_BECAUSE = {
 def calls_of_code(tree: ast.Module) -> set[str]:
     """The names of all calls and imports that may run what they read."""
     names, found = {}, set()  # what a name of the file stands for
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             base = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             names |= {alias.asname or alias.name: base + alias.name for alias in node.names}
             found |= {
                 one for one in [base[:-1], *(alias.name for alias in node.names)] if one.partition(".")[0] in IMPORTS_OF_CODE
             }
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Call):
             head, dot, rest = dotted(node.func).partition(".")
             called = names.get(head, head) + dot + rest
@@ -240,7 +246,7 @@ def is_private(name: str) -> bool:
 def own_names(tree: ast.Module) -> set[str]:
     """The names that a file defines: functions, classes, variables, and attributes of ``self``."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -255,7 +261,7 @@ def own_names(tree: ast.Module) -> set[str]:
 def private_names(tree: ast.Module, own: set[str]) -> set[str]:
     """The private names of others: in imports, as attributes, and as the names that ``getattr`` and ``get`` look up."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             base = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             found |= {

@@ -29,8 +29,6 @@ from minitx.nn.models import build_model
 
 V, E, H = 13, 12, 3
 PAIR = {"architecture": "encoder_decoder", "bos_id": 1}
-POSITIONS = ("learned", "sinusoidal", "rotary", "alibi", "t5", "none")
-VARIANTS = ({"window": 3}, {"num_kv_heads": 1}, {"scale": "learned"}, {"scale": "log_length"})
 SAMPLERS = {
     "greedy": Sampler(),
     "greedy with penalty": Sampler(repetition_penalty=1.7),
@@ -121,8 +119,9 @@ def test_greedy_takes_the_largest_logit_after_a_penalty_on_the_prompt_and_what_w
     assert len(set(itertools.chain(*answers))) > 3  # the text is not one id again and again
 
 
-CACHED = [{"position": position} for position in POSITIONS] + [
-    *({"position": "rotary", **options} for options in VARIANTS),
+CACHED = [
+    *({"position": position} for position in ("learned", "sinusoidal")),
+    *({"position": "rotary", **options} for options in ({"num_kv_heads": 1}, {"scale": "learned"}, {"scale": "log_length"})),
     {"position": "alibi", "window": 3},
     {"position": "t5", "num_kv_heads": 1},
     PAIR,
@@ -270,7 +269,7 @@ def narrow_beam(model, prompt, num_beams, length, stop, penalty, repetition_pena
 
 
 @pytest.mark.parametrize(
-    ("num_beams", "penalty", "repetition_penalty"), [(1, 0.6, 1.0), (2, 0.6, 1.0), (3, 3.0, 4.0), (25, -1.0, 1.0)]
+    ("num_beams", "penalty", "repetition_penalty"), [(1, 0.6, 1.0), (2, 0.6, 1.0), (3, 3.0, 4.0), (7, -1.0, 1.0)]
 )
 def test_a_narrow_beam_equals_a_search_over_lists(num_beams, penalty, repetition_penalty):
     model, prompts = language_model(vocab_size=5), torch.randint(0, 5, (3, 2))

@@ -143,8 +143,8 @@ class LawConfig(Config):
         power: the exponent of the level, e.
         text: the law as text for the report.
         parts: a factor of a threshold whose levels ``qk`` and ``rest`` train only W_Q and W_K, or only the other weights. With
-            the largest stable rates η_QK and η_R of the first arm there, the share of W_Q and W_K is s = (1 / η_QK) / (1 / η_QK + 1 / η_R),
-            and the ratio is 1 + (level^e - 1) s.
+            the largest stable rates η_QK and η_R of the first arm there, the share of W_Q and W_K is
+            s = (1 / η_QK) / (1 / η_QK + 1 / η_R), and the ratio is 1 + (level^e - 1) s.
     """
 
     factor: str

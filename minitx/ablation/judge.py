@@ -88,21 +88,29 @@ class Arm:
         self.seeds, finished = grid.studies[study].seeds, runs.select(study, arm, condition, status="done")
         self.done: dict[tuple[str | None, int], Run] = {(run.rate, run.seed): run for run in finished}
         self.rates = sorted({run.rate for run in finished}, key=lambda rate: float(rate or 1))
+        self._costs: dict[tuple[str, str | None, int], float] = {}
 
     def best_rate(self, endpoint: Endpoint, seed: int) -> str | None:
         """Return the rate with the lowest mean cost on the other seeds, among the rates with the most runs. If several are equal: the middle one."""
         if len(self.rates) < 2:
             return self.rates[0] if self.rates else None
         others = [other for other in self.seeds if other != seed] or [seed]
-        runs = {rate: [self.done[rate, other] for other in others if (rate, other) in self.done] for rate in self.rates}
-        most_runs = max(map(len, runs.values()))
+        seeds = {rate: [other for other in others if (rate, other) in self.done] for rate in self.rates}
+        most_runs = max(map(len, seeds.values()))
         costs = {
-            rate: math.fsum(map(endpoint.cost, runs_at_rate))
-            for rate, runs_at_rate in runs.items()
-            if len(runs_at_rate) == most_runs > 0
+            rate: math.fsum(self._cost(endpoint, rate, other) for other in found)
+            for rate, found in seeds.items()
+            if len(found) == most_runs > 0
         }
         tied = [rate for rate, cost in costs.items() if cost <= min(costs.values()) + 1e-9 * most_runs]
         return tied[(len(tied) - 1) // 2] if tied else None
+
+    def _cost(self, endpoint: Endpoint, rate: str | None, seed: int) -> float:
+        """The cost of a finished run, which every other seed asks for."""
+        place = (endpoint.name, rate, seed)
+        if place not in self._costs:
+            self._costs[place] = endpoint.cost(self.done[rate, seed])
+        return self._costs[place]
 
 
 # --- comparisons

@@ -38,8 +38,9 @@ from minitx.nn.modes import evaluating
 from minitx.training.callbacks import LastCheckpoint
 from minitx.training.checkpoints import load_model, load_start
 from minitx.training.evaluation import evaluate
-from minitx.training.metrics_csv import finite, read_metrics, read_probes
+from minitx.training.metrics_csv import finite, read_metrics
 from minitx.training.net import Net, network_of
+from minitx.training.records import read_probes
 from minitx.training.trust import check_trusted
 
 START_FILE, MEASURES_FILE = "start.json", "measures.json"

@@ -169,8 +169,8 @@ class RateRuns:
     def run(self, rate: float) -> dict[str, Any]:
         """Train at ``rate`` until the run ends or fails, and return its record."""
         watch, module, nonfinite = Watch(self.rule, self.start), self.module(rate), None
-        own = {name: part for name, part in self.config.callbacks.items() if name not in CALLBACKS}
-        trainer = self.trainer([*build_all(own, "callbacks", L.Callback).values(), watch])
+        parts = {name: part for name, part in self.config.callbacks.items() if name not in CALLBACKS}
+        trainer = self.trainer([*build_all(parts, "callbacks", L.Callback).values(), watch])
         try:
             trainer.fit(module, datamodule=self.data)
         except NonFiniteError as error:

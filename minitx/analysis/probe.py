@@ -26,10 +26,9 @@ from minitx.analysis.statistics import (
     token_cosine_of,
     token_cosine_sums,
 )
-from minitx.config import IGNORED
 from minitx.config.schema import Config, Count, Natural, require, takes_fields_of
 from minitx.data.datamodule import DataModule
-from minitx.data.task import Batch
+from minitx.data.task import Batch, counting
 from minitx.nn.attention import attention_cores
 from minitx.nn.bias import tensors_of
 from minitx.nn.blocks import is_block
@@ -37,9 +36,10 @@ from minitx.nn.modes import evaluating
 from minitx.nn.precision import full_precision
 from minitx.nn.transfer import to_host
 from minitx.training.callbacks import StepCallback
-from minitx.training.metrics_csv import MetricsFile, add_records, drop_records, naming, over_heads
+from minitx.training.metrics_csv import MetricsFile, naming
 from minitx.training.module import TrainingModule
 from minitx.training.objectives import checked_sums
+from minitx.training.records import add_records, drop_records, over_heads
 
 _LOGGED = ("entropy", "row_std", "max_logit", "saturation_99", "grad_query_rms", "logit_step")
 _PARTS = 4  # of the probe batch, for the signal-to-noise ratio
@@ -204,7 +204,7 @@ class Probe(StepCallback):
         loss = checked_sums(module.objective(module.net(batch), batch))["loss"]
         axis = TARGET if TARGET in batch else SOURCE
         has_target = axis in batch and batch["labels"].shape == batch[axis].shape
-        return loss, {axis: batch["labels"] != IGNORED} if has_target else {}
+        return loss, {axis: counting(batch["labels"])} if has_target else {}
 
     def _log(self, trainer: L.Trainer, layers: Sequence[Mapping[str, Any]], step: int) -> None:
         values = {

@@ -13,7 +13,7 @@ from minitx.analysis.snapshot import read_snapshots
 from minitx.analysis.viewer import Trace, viewer_page
 from minitx.config.schema import check_choice
 from minitx.training.loggers import wandb_loggers
-from minitx.training.metrics_csv import read_probes
+from minitx.training.records import read_probes
 
 
 class WandbFiles(L.Callback):

@@ -24,10 +24,10 @@ from minitx.ablation.judge import judge
 from minitx.ablation.report import module_of, write_report
 from minitx.cli.compose import by_key, compose_cell, compose_config, for_cells
 from minitx.cli.exit_codes import CellsFailedError, sentence
-from minitx.cli.launch import ProgramStoppedError, run_training
+from minitx.cli.launch import run_training
 from minitx.config import CONFIG_DIR, ConfigError
 from minitx.config.schema import require
-from minitx.training import stop_signals
+from minitx.training import StoppedError, stop_signals
 
 log = logging.getLogger("minitx")
 
@@ -229,10 +229,10 @@ def visible_gpus(count: int, visible: str | None) -> list[str]:
 
 @contextmanager
 def stop_on_signals() -> Iterator[None]:
-    """Turn the signals of ``stop_signals`` into ``ProgramStoppedError``, so that the workers end with the grid."""
+    """Turn the signals of ``stop_signals`` into ``StoppedError``, so that the workers end with the grid."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise ProgramStoppedError(number, "finished runs are kept: to resume, repeat the command")
+        raise StoppedError(number, "; finished runs are kept: to resume, repeat the command")
 
     previous = {number: signal.signal(number, stop) for number in stop_signals()}
     try:

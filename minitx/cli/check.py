@@ -72,8 +72,8 @@ class CheckConfig(Config):
             "stage, strict and mask are for functions, not for models: remove them",
         )
         require(not self.strict or self.stage is None, "strict=true and stage cannot be combined: remove one of them")
-        folder = Path(self.json).absolute().parent
-        require(not self.json or folder.is_dir(), f"json={self.json} is in a folder that does not exist")
+        if self.json and not Path(self.json).absolute().parent.is_dir():
+            raise ConfigError(f"json={self.json} is in a folder that does not exist")
 
     @property
     def properties(self) -> list[str] | None:

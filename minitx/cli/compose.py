@@ -114,8 +114,7 @@ def build_config(config: DictConfig, words: Sequence[str] = ()) -> RunConfig:
 def _variables(config: DictConfig, names: Iterable[str]) -> set[str]:
     """Return the keys that are not keys of a run: ``debug`` and ``ablation``, and the user's variables, which a value refers to."""
     unresolved = json.dumps(OmegaConf.to_container(config))
-    own = {name for name in names if re.search(rf"\$\{{{re.escape(name)}[.\[}}]", unresolved)}
-    return {"debug", "ablation"} | own
+    return {"debug", "ablation"} | {name for name in names if re.search(rf"\$\{{{re.escape(name)}[.\[}}]", unresolved)}
 
 
 def _advice_on_a_file(message: str, typed: Mapping[str, str]) -> str:
@@ -329,7 +328,8 @@ def compose_program(cls: type[Options], words: Iterable[str]) -> Options:
     """
     hints: dict[str, Any] = hints_of(cls)  # type: ignore[arg-type]  # a class is hashable
     kinds = {name: {hint, *(get_args(hint) if get_origin(hint) in UNIONS else ())} for name, hint in hints.items()}
-    texts, others = dict[str, Any](), list[str]()
+    texts = dict[str, Any]()
+    others = list[str]()
     for word in words:
         name, is_pair, value = word.partition("=")
         is_quoted = value[:1] in ("'", '"') and _is_parsed(word)

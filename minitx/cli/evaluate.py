@@ -69,7 +69,8 @@ def _evaluate(config: EvaluateConfig) -> None:
             f"num_beams={config.num_beams} has no effect: only encoder-decoders generate answers",
         )
         in_training = stored.state["config"]["trainer"]["val_batch_size"] or stored.part("data").run_values["batch_size"]
-        network, rows = place(stored.network, config.device), config.batch_size or in_training
+        network = place(stored.network, config.device)
+        rows = config.batch_size or in_training
         evaluation = evaluate(network, task, options, stored.objective(), batch_size=rows, split=config.split)
     write("\n".join(evaluation.lines()) + "\n")
     if config.output is not None:

@@ -13,8 +13,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from minitx.cli.launch import FOLDER, RankFailedError, tell_launcher
+from minitx.cli.launch import FOLDER, LOST, RankFailedError, is_of_a_lost_process, tell_launcher
 from minitx.config import ConfigError
+from minitx.training import StoppedError
 
 
 class CellsFailedError(RuntimeError):
@@ -70,7 +71,7 @@ def sentence(error: BaseException) -> tuple[str, int]:
     """Return the message of an exception in one line, and the exit code."""
     from minitx.cli.hydra_errors import is_of_hydra, message_of  # only errors need it
 
-    text = _one_line(str(error))
+    text = " ".join(str(error).split())
     kind = type(error).__name__  # compare names, because modules of these classes import torch
     if isinstance(error, ConfigError):
         return text, 2
@@ -78,16 +79,14 @@ def sentence(error: BaseException) -> tuple[str, int]:
         return message_of(error), 2
     if isinstance(error, RankFailedError):
         return text, error.code
-    if isinstance(getattr(error, "number", None), int):  # stopped by a signal
-        return text, 128 + error.number  # type: ignore[attr-defined]
+    if isinstance(error, StoppedError):
+        return text, 128 + error.number
     if {"NonFiniteError", "CheckpointError", "WorkerError", "CellsFailedError", "UnusedParametersError"} & {
         base.__name__ for base in type(error).__mro__
     }:
         return text, 3
     if is_of_hydra(error):
         return message_of(error), 2
+    if is_of_a_lost_process(error):
+        return LOST, 3
     return f"{kind}: {text or 'no message'} (traceback=true shows where)", 3
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())

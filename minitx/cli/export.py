@@ -59,6 +59,7 @@ def _export(config: ExportConfig) -> None:
     facts = _facts(config.checkpoint, stored.state["config"])
     labels = _labels(stored.state.get("labels", ()), getattr(stored.network, "config", None))
     options: dict[str, Any] = {"tokenizer": tokenizer, "chat_template": template, "facts": facts, "labels": labels}
+    options["first_id"] = stored.state.get("first_id")
     save: Any = partial(save_hf, model_type=config.model_type)
     if hasattr(stored.network, "save_pretrained"):  # a model of transformers
         require(config.model_type is None, "model_type has no effect on a model of transformers: remove it")
@@ -77,6 +78,7 @@ def save_theirs(
     chat_template: str | None,
     facts: Mapping[str, Any],
     labels: Sequence[str] = (),
+    first_id: int | None = None,
 ) -> None:
     """Save a model of transformers with ``save_pretrained``, after merging LoRA and removing our attention core."""
     from minitx.interop.adopt import adopted_cores, fold_back, release_hf
@@ -94,7 +96,7 @@ def save_theirs(
         model.config.id2label, model.config.label2id = dict(enumerate(labels)), {name: i for i, name in enumerate(labels)}
     with quiet():
         model.save_pretrained(str(folder))
-    write_companions(folder, model, type(model).__name__, tokenizer, chat_template, facts)
+    write_companions(folder, model, type(model).__name__, tokenizer, chat_template, facts, first_id)
 
 
 def _labels(names: Sequence[str], config: Any) -> Sequence[str]:
@@ -108,7 +110,9 @@ def _facts(path: str, config: Mapping[str, Any]) -> dict[str, Any]:
     from minitx.training.checkpoints import read_checkpoint
     from minitx.training.metrics_csv import read_metrics
 
-    step, data, folder = read_checkpoint(path)["global_step"], config["data"], Path(path).resolve().parent
+    step = read_checkpoint(path)["global_step"]
+    data = config["data"]
+    folder = Path(path).resolve().parent
     metrics = folder.parent / "metrics.csv"  # only in the folder of the run, not above a copy
     is_there = folder.name == "checkpoints" and metrics.is_file()
     rows = [row for row in (read_metrics(metrics) if is_there else []) if row["step"] == step]

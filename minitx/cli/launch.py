@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from omegaconf import OmegaConf
 
 from minitx.config import ConfigError, RunConfig, TrainerConfig, to_dict
 from minitx.config.schema import require
-from minitx.training import rank, stop_signals
+from minitx.training import StoppedError, rank, stop_signals
 
 FOLDER = "MINITX_LAUNCHED_FOLDER"
 """The environment variable for the folder of the run, in processes that ``launch`` started."""
@@ -35,17 +36,6 @@ class RankFailedError(RuntimeError):
     def __init__(self, message: str, code: int = 3) -> None:  # the default makes it picklable
         super().__init__(message)
         self.code = code
-
-
-class ProgramStoppedError(RuntimeError):
-    """A signal, ``number``, stopped the processes of this program. ``advice`` describes how to resume."""
-
-    def __init__(self, number: int, advice: str) -> None:
-        super().__init__(number, advice)
-        self.number = number
-
-    def __str__(self) -> str:
-        return f"stopped by {signal.Signals(self.number).name}; {self.args[1]}"
 
 
 def started_from_outside() -> int:
@@ -80,7 +70,7 @@ def launch(overrides: Sequence[str], processes: int, folder: Path) -> None:
 
     Raises:
         RankFailedError: a process failed. The others were stopped, and killed after 50 s.
-        ProgramStoppedError: a signal of ``stop_signals``. The processes had 50 s to write their checkpoint.
+        StoppedError: a signal of ``stop_signals``. The processes had 50 s to write their checkpoint.
     """
     from hydra.core.utils import env_override
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -106,18 +96,44 @@ def launch(overrides: Sequence[str], processes: int, folder: Path) -> None:
         except ChildFailedError as error:
             raise _failure(error.failures, folder) from None
         except SignalException as stop:
-            advice = "to resume from the last checkpoint, if there is one, set ckpt_path=last"
-            raise ProgramStoppedError(int(stop.sigval), advice) from None
+            ending = "; to resume from the last checkpoint, if there is one, set ckpt_path=last"
+            raise StoppedError(int(stop.sigval), ending) from None
+
+
+def stop_with_parent() -> None:
+    """Stop this process as SIGTERM does when the process that started it is gone, for example by SIGKILL."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+LOST = "another process of this run has ended, and this one cannot continue alone"
+"""The reason of a process whose collective operation failed. It is never the first reason."""
+
+
+def is_of_a_lost_process(error: BaseException) -> bool:
+    """Return whether gloo or NCCL raised ``error`` because the connection to another process was lost."""
+    return type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError") or "gloo/transport" in str(error)
 
 
 def _failure(failures: Mapping[int, Any], folder: Path) -> RankFailedError:
     """Return the error of the process that failed first.
 
     The agent's timestamps are whole seconds, and it stops the other processes with SIGTERM, so processes that ended by SIGTERM
-    come last.
+    come last, and before them those that lost the connection to another process.
     """
     stopped = {-signal.SIGTERM, 128 + signal.SIGTERM}
-    number, failure = min(failures.items(), key=lambda f: (f[1].exitcode in stopped, f[1].exitcode > 0, f[1].timestamp))
+
+    def order(failure: Any) -> tuple[bool, bool, bool, int]:
+        is_lost = LOST in str(failure.error_file_data.get("message"))
+        return failure.exitcode in stopped, is_lost, failure.exitcode > 0, failure.timestamp
+
+    number, failure = min(failures.items(), key=lambda item: order(item[1]))
     message = failure.error_file_data.get("message")
     if isinstance(message, dict) and failure.exitcode > 0:  # a message of tell_launcher
         return RankFailedError(message["message"], failure.exitcode)

@@ -10,7 +10,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,12 @@ from minitx.ablation.design import AblationConfig
 from minitx.cli.command_line import Flags
 from minitx.cli.compose import build_config, build_grid, explaining, find_own_modules, readable, register_defaults, unlisted
 from minitx.cli.exit_codes import exit_code, sentence
-from minitx.cli.launch import FOLDER, job_name, launch, needs_launch, run_training, started_from_outside
+from minitx.cli.launch import FOLDER, job_name, launch, needs_launch, run_training, started_from_outside, stop_with_parent
 from minitx.config import CONFIG_DIR, ConfigError, RunConfig
 from minitx.config.part import import_modules
 from minitx.config.schema import require
 from minitx.config.shipped import shipped_configs
-from minitx.training import kept_environment, rank
+from minitx.training import StoppedError, kept_environment, rank
 
 _GRIDS = set[Path]()  # folders of grids in this call
 log = logging.getLogger("minitx")
@@ -38,6 +38,8 @@ log = logging.getLogger("minitx")
 def main() -> int:
     """The program behind ``scripts/train.py`` and ``minitx-train``; returns the exit code."""
     register_defaults()
+    if FOLDER in os.environ:
+        stop_with_parent()
 
     def program() -> None:
         _GRIDS.clear()
@@ -64,43 +66,61 @@ def run_job(composed: DictConfig) -> float | None:
     find_own_modules(words)
     try:
         grid = build_grid(composed, words)
-        if grid is None:
-            config = build_config(composed, words)
-        else:  # the other keys belong to its runs, and are checked there
-            config = RunConfig(experiment=composed.experiment, output_dir=composed.output_dir, seed=composed.seed)
-        folder = output_folder(config, composed, grid)
         if grid is not None:
-            from minitx.cli.ablate import run_ablation
-
-            require(
-                folder not in _GRIDS,
-                f"output_dir={folder} is already the folder of another grid of this sweep (-m): "
-                f"set a folder that depends on the job, such as output_dir=runs/${{hydra:job.num}}",
-            )
-            _GRIDS.add(folder)
-            run_ablation(grid, folder, words, command())
+            run_grid(grid, composed, words)
             return None
-        if config.trainer.plan:
-            run_plan(config)
-            return None
-        if needs_launch(config.trainer):
-            return run_on_devices(config, folder)
-        check_direction(config)
-        if not words and HydraConfig.get().job.config_name == "train":
-            log.info("no arguments: training the default model on the King James text; train.py --help shows the options")
-        result = run_training(config, folder, command())
-        log.info("%s", summary_line(result, folder))
-        return value_of(result, config.optimized_metric)
+        return run_one(build_config(composed, words), composed, words)
     except BaseException as error:
         remove_hydra_folder()
-        if not isinstance(error, Exception):
-            raise
-        if HydraConfig.get().mode == RunMode.RUN or isinstance(getattr(error, "number", None), int) or FOLDER in os.environ:
-            raise KeyboardInterrupt from error  # otherwise Hydra adds a line, and runs the next job of a sweep
-        log.warning("job %s failed: %s", HydraConfig.get().job.num, sentence(error)[0])  # Hydra only reports the first
-        if type(error).__name__.startswith("NonFinite") and math.isinf(worst := worst_value()):
-            return worst  # the search goes on: this trial is its worst
-        raise
+        return value_of_failed(error)
+
+
+def run_grid(grid: AblationConfig, composed: DictConfig, words: Sequence[str]) -> None:
+    """Run a grid. The keys outside of ``ablation`` belong to its runs, and are checked there.
+
+    Raises:
+        ConfigError: another grid of this sweep has the same folder.
+    """
+    from minitx.cli.ablate import run_ablation
+
+    config = RunConfig(experiment=composed.experiment, output_dir=composed.output_dir, seed=composed.seed)
+    folder = output_folder(config, composed, grid)
+    require(
+        folder not in _GRIDS,
+        f"output_dir={folder} is already the folder of another grid of this sweep (-m): "
+        f"set a folder that depends on the job, such as output_dir=runs/${{hydra:job.num}}",
+    )
+    _GRIDS.add(folder)
+    run_ablation(grid, folder, words, command())
+
+
+def run_one(config: RunConfig, composed: DictConfig, words: Sequence[str]) -> float | None:
+    """Train, or print the memory plan, and return the value of ``optimized_metric``."""
+    folder = output_folder(config, composed, None)
+    if config.trainer.plan:
+        run_plan(config)
+        return None
+    if needs_launch(config.trainer):
+        return run_on_devices(config, folder)
+    check_direction(config)
+    if not words and HydraConfig.get().job.config_name == "train":
+        log.info("no arguments: training the default model on the King James text; train.py --help shows the options")
+    result = run_training(config, folder, command())
+    log.info("%s", summary_line(result, folder))
+    return value_of(result, config.optimized_metric)
+
+
+def value_of_failed(error: BaseException) -> float:
+    """Return the worst value for a search whose run diverged. Otherwise raise: an ``Exception`` ends only its job of a sweep."""
+    if not isinstance(error, Exception):
+        raise error
+    if HydraConfig.get().mode == RunMode.RUN or isinstance(error, StoppedError) or FOLDER in os.environ:
+        raise KeyboardInterrupt from error  # otherwise Hydra adds a line, and runs the next job of a sweep
+    log.warning("job %s failed: %s", HydraConfig.get().job.num, sentence(error)[0])  # Hydra only reports the first
+    worst = worst_value()
+    if type(error).__name__.startswith("NonFinite") and math.isinf(worst):
+        return worst
+    raise error
 
 
 def speak_on_the_first_rank() -> None:

@@ -196,7 +196,8 @@ def _recorded_traces(config: ViewConfig, paths: dict[str, str]) -> tuple[str, li
         with refusing("without text= or a checkpoint file, the page shows what a run recorded: "):
             runs.append(read_snapshots(Path(path)))
     typical = typical_row(runs) if config.row is None else None
-    row, traces = config.row or typical or 0, []
+    row = config.row or typical or 0
+    traces = []
     rule: RowRule = "chosen" if config.row is not None else "first" if typical is None else "typical"
     for path, snapshots, title_of_trace in zip(paths.values(), runs, _names(list(paths.values())), strict=True):
         count = snapshots[0].num_rows

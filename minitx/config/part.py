@@ -22,12 +22,14 @@ from typing import Any
 from minitx.config.schema import (
     ConfigError,
     Readable,
+    by_keyword,
     config_class_of,
     defaults,
     first_line,
     hints_of,
     is_node,
     nearest,
+    parameters_of,
     read,
     read_call,
     require,
@@ -108,7 +110,8 @@ class Part(Readable):
         Raises:
             ConfigError: the target does not exist, or an argument is unknown, missing or of the wrong type.
         """
-        args, name = values.get("_args_", ()), str(values["_target_"])
+        args = values.get("_args_", ())
+        name = str(values["_target_"])
         require(isinstance(args, list | tuple), f"{path}._args_={args} must be a list")
         arguments = {str(key): value for key, value in values.items() if key not in KEYS_OF_NODES}
         part = cls(path, name, find_target(name, path), arguments, tuple(args), bool(values.get("_partial_")))
@@ -147,11 +150,10 @@ class Part(Readable):
 
     def _read(self, takes: Takes) -> Part:
         """Return this part with its arguments read by the signature of its target."""
-        has_fields = config_class_of(self.target) is not None
-        require(
-            not (self.args and has_fields), f"{self.path}._args_={list(self.args)}: the arguments of {self.name} have names"
-        )
-        arguments, names = dict(self.arguments), self.names
+        if self.args and config_class_of(self.target) is not None:
+            raise ConfigError(f"{self.path}._args_={list(self.args)}: the arguments of {self.name} have names")
+        arguments = dict(self.arguments)
+        names = self.names
         run_values = {
             key: read(hint, arguments.get(key, default) if key in names else arguments.pop(key, default), f"{self.path}.{key}")
             for key, (hint, default) in takes.run_keys.items()
@@ -196,7 +198,8 @@ class Part(Readable):
     @property
     def fields(self) -> Any:
         """The dataclass whose fields are the keys of this part, such as the ``TransformerConfig`` of our models; else None."""
-        cls, value = config_class_of(self.target), next(iter(self.arguments.values()), None)
+        cls = config_class_of(self.target)
+        value = next(iter(self.arguments.values()), None)
         return value if cls is not None and isinstance(value, cls) else None
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -255,7 +258,8 @@ class Part(Readable):
         args, arguments = self._built()
         more = {name: value for name, value in offered.items() if name in self.names and name not in arguments}
         missing = [name for name in required(self.target, len(first) + len(args)) if name not in {**arguments, **more}]
-        require(self.is_partial or not missing, f"{self.path}.{''.join(missing[:1])} is missing")
+        if missing and not self.is_partial:
+            raise ConfigError(f"{self.path}.{missing[0]} is missing")
         try:
             call = functools.partial(self.target, *first, *args, **arguments, **more)
             return call if self.is_partial else call()
@@ -268,7 +272,7 @@ class Part(Readable):
         """Like ``build``, but return a function that still needs ``count`` arguments instead of calling it."""
         if inspect.isfunction(self.target):
             by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-            parameters = inspect.signature(self.target).parameters.values()
+            parameters = parameters_of(self.target) or []
             needed = [param for param in parameters if param.kind in by_position and param.default is param.empty]
             if len([param for param in needed if param.name not in self.arguments]) - len(self.args) == count:
                 args, arguments = self._built()
@@ -375,31 +379,20 @@ def import_modules(names: Iterable[str]) -> None:
             raise ConfigError(f"imports={name} cannot be imported: {type(error).__name__}: {first_line(error)}") from error
 
 
-def _parameters(function: Any) -> list[inspect.Parameter]:
-    """Return the parameters of a function or class; [] if it has no signature, as with some written in C."""
-    try:
-        return list(inspect.signature(function).parameters.values())
-    except (ValueError, TypeError):
-        return []
-
-
 def parameter_names(function: Any) -> set[str]:
     """Return the names of the parameters that can be passed by keyword, without ``**kwargs``."""
-    return {param.name for param in _parameters(function) if param.kind in (param.POSITIONAL_OR_KEYWORD, param.KEYWORD_ONLY)}
+    return {*by_keyword(parameters_of(function))}
 
 
 def required(function: Any, positional: int = 0) -> list[str]:
     """Return the names of the parameters without a default, skipping the first ``positional`` parameters."""
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [param.name for param in _parameters(function)[positional:] if param.kind in kinds and param.default is param.empty]
+    parameters = (parameters_of(function) or [])[positional:]
+    return [name for name, param in by_keyword(parameters).items() if param.default is param.empty]
 
 
 def plain_defaults(target: Any) -> dict[str, Any]:
     """Return those defaults of a target that are plain data, except for arguments that the run passes."""
-    try:
-        known = defaults(target).items()
-    except (TypeError, ValueError):  # the target has no signature
-        return {}
+    known = defaults(target).items()
     of_run = {name for name, value in known if name in FROM_THE_RUN and not isinstance(value, str)}
     return {name: value for name, value in known if name not in of_run and value != "???" and _is_plain(value)}
 

@@ -6,7 +6,7 @@ import math
 import re
 from typing import Annotated
 
-from minitx.config.schema import Bound, ConfigError, read, require
+from minitx.config.schema import Bound, ConfigError, require, shown
 
 
 def evaluate_factor(factor: float | str, *, head_dim: int, key: str = "factor") -> float:
@@ -28,22 +28,21 @@ SCALE_WORDS = ("inv_sqrt", "unscaled", "inv", "learned", "log_length")
 def _is_scale(scale: object) -> bool:
     if scale in SCALE_WORDS:
         return True
+    if isinstance(scale, bool) or not isinstance(scale, str | int | float):
+        return False
     try:
-        return isinstance(scale, str | float) and math.isfinite(evaluate_factor(scale, head_dim=2**20))
+        return math.isfinite(evaluate_factor(scale, head_dim=2**20))
     except (ConfigError, OverflowError):
         return False
 
 
-Scale = Annotated[
-    str | float,
-    Bound(
-        f"be one of {', '.join(SCALE_WORDS)}, head_dim^p, or a finite number; 'unscaled' means no scaling, 'inv_sqrt' means 1/sqrt(head_dim)",
-        _is_scale,
-    ),
-]
+_MUST = f"be one of {', '.join(SCALE_WORDS)}, head_dim^p, or a finite number; 'unscaled' means no scaling, 'inv_sqrt' means 1/sqrt(head_dim)"
+
+Scale = Annotated[str | float, Bound(_MUST, _is_scale)]
 """A word of ``SCALE_WORDS``, ``head_dim^p`` or a finite number."""
 
 
 def check_scale(scale: object) -> None:
     """Raise a ConfigError unless ``scale`` is a ``Scale``."""
-    read(Scale, scale, "scale")
+    if not _is_scale(scale):
+        raise ConfigError(f"scale={shown(scale)} must {_MUST}")

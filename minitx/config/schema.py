@@ -187,15 +187,15 @@ def read_call(
     Raises:
         ConfigError: a key is unknown (the message suggests a similar one) or missing, or a value has the wrong type.
     """
-    try:
-        parameters = list(inspect.signature(target).parameters.values())[positional:]
-    except (ValueError, TypeError):  # some functions written in C have no signature
+    parameters = parameters_of(target)
+    if parameters is None:
         return dict(values)
     if (cls := config_class_of(target)) is not None:
-        return {parameters[0].name: from_dict(cls, values, path)}
+        return {parameters[positional].name: from_dict(cls, values, path)}
     hints = hints_of(target)
-    named = {param.name: param for param in parameters if param.kind in (param.POSITIONAL_OR_KEYWORD, param.KEYWORD_ONLY)}
-    takes_any, others = any(param.kind is param.VAR_KEYWORD for param in parameters), getattr(target, "OTHER_NAMES", {})
+    named = by_keyword(parameters[positional:])
+    takes_any = any(param.kind is param.VAR_KEYWORD for param in parameters)
+    others = getattr(target, "OTHER_NAMES", {})
     for key in () if takes_any else values:
         if key in others:
             raise ConfigError(f"{path}{key} is not a key: {others[key].format(path=path)}")
@@ -203,11 +203,25 @@ def read_call(
             names = [*(name for name, param in named.items() if not _is_passed(param, offers)), *other_keys]
             raise ConfigError(f"{path}{key} is not a key{nearest(key, names, path) or '; allowed here: ' + ', '.join(names)}")
     for name, param in named.items():
-        known = offers is None or param.default is not param.empty or name in values or name in offers
-        require(known, f"{path}{name} is missing")
+        if offers is not None and param.default is param.empty and name not in {*values, *offers}:
+            raise ConfigError(f"{path}{name} is missing")
     # nodes last: they may import torch, and mistakes in plain values are reported sooner
     names = sorted(values, key=lambda name: _has_node(values[name]))
     return {name: read(hints.get(name, Any), values[name], f"{path}{name}") for name in names}
+
+
+def parameters_of(target: Any) -> list[inspect.Parameter] | None:
+    """Return the parameters of a function or class, or None if it has no signature, as with some written in C."""
+    try:
+        return list(inspect.signature(target).parameters.values())
+    except (ValueError, TypeError):
+        return None
+
+
+def by_keyword(parameters: Iterable[inspect.Parameter] | None) -> dict[str, inspect.Parameter]:
+    """Return the parameters that can be passed by keyword, by name, without ``**kwargs``."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {param.name: param for param in parameters or () if param.kind in kinds}
 
 
 def _is_passed(param: inspect.Parameter, offers: Collection[str] | None) -> bool:
@@ -329,11 +343,8 @@ def check_choice(key: str, value: Any, allowed: Iterable[Any]) -> None:
 def needs(config: Any, name: str, other: str, *values: str) -> None:
     """Raise a ConfigError if field ``name`` is not its default while field ``other`` has none of ``values``."""
     value, other_value = getattr(config, name), getattr(config, other)
-    is_default = value == type(config).__dataclass_fields__[name].default
-    require(
-        is_default or other_value in values,
-        f"{name}={shown(value)} belongs to {other}={' or '.join(values)}, got {other}={shown(other_value)}",
-    )
+    if value != type(config).__dataclass_fields__[name].default and other_value not in values:
+        raise ConfigError(f"{name}={shown(value)} belongs to {other}={' or '.join(values)}, got {other}={shown(other_value)}")
 
 
 def nearest(value: Any, allowed: Iterable[Any], path: str = "") -> str:
@@ -393,12 +404,12 @@ def to_dict(config: Any) -> Any:
 
 
 def defaults(target: Any) -> dict[str, Any]:
-    """Return the defaults of a dataclass or of a function's parameters as plain data, with ``???`` for required keys."""
+    """Return the defaults of a dataclass or of a function's parameters as plain data, with ``???`` for required keys.
+
+    A target without a signature has none.
+    """
     target = config_class_of(target) or target
-    parameters = inspect.signature(target).parameters.values()
-    values = {
-        param.name: param.default for param in parameters if param.kind in (param.POSITIONAL_OR_KEYWORD, param.KEYWORD_ONLY)
-    }
+    values = {name: param.default for name, param in by_keyword(parameters_of(target)).items()}
     for field in dataclasses.fields(target) if dataclasses.is_dataclass(target) else ():
         if field.default_factory is not dataclasses.MISSING:
             values[field.name] = field.default_factory()

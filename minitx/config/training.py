@@ -243,9 +243,10 @@ class TrainerConfig(Config):
 
     def check_rows(self, rows: int) -> None:
         """Raise a ConfigError unless micro-batches and processes can share the rows of a step evenly."""
-        fits = rows % (self.accumulate * self.world_size) == 0
-        parts = f"trainer.accumulate={self.accumulate} x trainer.devices={self.world_size}"
-        require(fits, f"data.batch_size={rows} must be divisible by {parts}")
+        require(
+            rows % (self.accumulate * self.world_size) == 0,
+            f"data.batch_size={rows} must be divisible by trainer.accumulate={self.accumulate} x trainer.devices={self.world_size}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,8 +321,8 @@ class RunConfig(Config):
         ckpt_path: a checkpoint to resume from; last: the newest one in output_dir.
         init_from: weights to start from.
         output_dir: the run's folder, relative to the current one.
-        on_nonfinite: what ends a run whose loss, gradient or validation loss is not finite: stop (exit code 3, keeping the last good checkpoint)
-            | record (exit code 0).
+        on_nonfinite: what ends a run whose loss, gradient or validation loss is not finite: stop (exit code 3, keeping the last
+            good checkpoint) | record (exit code 0).
         imports: modules to import first, for example one that registers a backend.
         traceback: show the traceback of an error.
         trust: build any class that a checkpoint names. This can run arbitrary code.

@@ -6,6 +6,7 @@ slices of it. Resuming, accumulating and adding devices therefore never change w
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -163,7 +164,7 @@ class ValSource(Source):
     """Validation batches: every row once over all ranks, in order. Random draws depend only on the number of the row.
 
     Every rank gets the same number of batches, so that no collective hangs. The last batches may have fewer rows. A rank without
-    rows gets one row whose labels are all ignored (or no row, if labels are floating-point).
+    rows gets one row whose labels do not count.
 
     Args:
         split: the rows.
@@ -183,10 +184,8 @@ class ValSource(Source):
         first, last = step * self.batch_size, min((step + 1) * self.batch_size, self.num_rows)
         numbers = range(first + rows.start, min(first + rows.stop, last))
         batch = self.rows(numbers if numbers else range(1))
-        if not numbers and batch["labels"].is_floating_point():
-            batch = {key: tensor[:0] if tensor.dim() else tensor for key, tensor in batch.items()}
-        elif not numbers:
-            batch["labels"].fill_(IGNORED)
+        if not numbers:
+            batch["labels"].fill_(math.nan if batch["labels"].is_floating_point() else IGNORED)
         if numbers != range(first, last):
             batch["num_targets"] = torch.tensor(count(self.split, np.arange(first, last), self._draw(first)))
         return batch

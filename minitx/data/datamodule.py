@@ -10,7 +10,6 @@ import torch
 from lightning.pytorch import LightningDataModule
 
 from minitx.config import ConfigError, Part, TrainerConfig
-from minitx.config.schema import require
 from minitx.data.batches import AddressedLoader, Addresses, Source, TrainSource, ValSource
 from minitx.data.lightning_data import load_task
 from minitx.data.task import Batch, Split, Task, as_split, position_texts
@@ -55,8 +54,10 @@ class DataModule(LightningDataModule):
         self._read(task)
 
     def _read(self, task: Task) -> None:
-        self.task, has_rows = task, not callable(task.train) and not hasattr(task.train, "source")
-        self._train, self._val = as_split(task, "train") if has_rows else task.train, as_split(task, "val")
+        self.task = task
+        has_rows = not callable(task.train) and not hasattr(task.train, "source")
+        self._train = as_split(task, "train") if has_rows else task.train
+        self._val = as_split(task, "val")
 
     def number_labels_as(self, names: Sequence[str]) -> None:
         """Number the labels as in ``names``, the labels of a trained head. See ``numbered_as``."""
@@ -112,10 +113,10 @@ class DataModule(LightningDataModule):
         Raises:
             ConfigError: the data are new in every step, or a stream.
         """
-        require(
-            isinstance(self._train, Split),
-            f"trainer.max_epochs={epochs} needs a fixed number of training rows, but {self.task.name} has none: set trainer.max_steps",
-        )
+        if not isinstance(self._train, Split):
+            raise ConfigError(
+                f"trainer.max_epochs={epochs} needs a fixed number of training rows, but {self.task.name} has none: set trainer.max_steps"
+            )
         return math.ceil(epochs * len(self._train) / self.batch_size)
 
     def val_batch_size(self, world: int) -> int:
@@ -129,8 +130,9 @@ class DataModule(LightningDataModule):
             ConfigError: fewer training rows than ``data.batch_size``.
         """
         if isinstance(self._train, Split) and len(self._train) < self.batch_size:
-            rows, size = len(self._train), self.batch_size
-            raise ConfigError(f"{self.task.name} has {rows} training rows, fewer than data.batch_size={size}: lower it")
+            raise ConfigError(
+                f"{self.task.name} has {len(self._train)} training rows, fewer than data.batch_size={self.batch_size}: lower it"
+            )
 
     def _rank_and_world(self) -> tuple[int, int]:
         """The rank of this process, and the number of processes."""

@@ -61,13 +61,12 @@ class Collated(Split):
             raise ConfigError(
                 f"{place} reads {type(rows).__name__} without len() or [i], but minitx chooses the rows of a step by their number"
             )
-        is_plain = loader.batch_size is not None and type(sampler) in (RandomSampler, SequentialSampler)
+        chooser = sampler if loader.batch_size is not None else loader.batch_sampler
         repeats = isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != len(rows))
-        chooses = type(sampler if loader.batch_size is not None else loader.batch_sampler).__name__
-        require(
-            is_plain and not repeats,
-            f"{place} chooses rows by {chooses}, but minitx chooses the rows of a step: repeat or drop rows in the data set",
-        )
+        if type(chooser) not in (RandomSampler, SequentialSampler) or repeats:
+            raise ConfigError(
+                f"{place} chooses rows by {type(chooser).__name__}, but minitx chooses the rows of a step: repeat or drop rows in the data set"
+            )
         changes = [name for name in ("__iter__", "__len__") if overrides(loader, DataLoader, name)]
         require(not changes, f"{place} returns a {type(loader).__name__} with its own {', '.join(changes)}: use collate_fn")
         require(
@@ -109,7 +108,8 @@ def task_of_loaders(data: Any, world: int = 1) -> tuple[Task, dict[str, int]]:
         ConfigError: ``data`` is not a ``LightningDataModule``, its loaders use a custom sampler, it changes batches after the loader, or
             it has a state that a checkpoint would have to store.
     """
-    base, name = lightning_base(data, "LightningDataModule"), type(data).__name__
+    base = lightning_base(data, "LightningDataModule")
+    name = type(data).__name__
     if base is None:
         raise ConfigError(f"data must be a Task or a LightningDataModule, got {name}")
     hooks = [hook for hook in _BATCH_HOOKS if overrides(data, base, hook)]

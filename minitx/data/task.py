@@ -81,7 +81,8 @@ class Task:
             determines the metrics of an evaluation, and the models that fit.
         train, val: the splits. test: a third split, for ``evaluation.test``, or None.
         pad: padding values by key, for rows of different lengths. A key needs an entry here, in ``key_masks`` or in the table
-            ``PAD`` (``labels``: −100 for whole numbers; ``token_type_ids`` ...). A key of ``key_masks`` without an entry here is padded with 0.
+            ``PAD`` (``labels``: −100 for whole numbers; ``token_type_ids`` ...). A key of ``key_masks`` without an entry here is
+            padded with 0.
         key_masks: the keys that get a bool mask (True = real), and the names of the masks in the batch.
         bucket: put rows of similar length into the same batch.
         longest: the number of tokens of the longest row. A model with learned positions needs at least this many. ``None``: unknown.

@@ -75,9 +75,8 @@ class Tokenizer:
         unknown = {UNKNOWN_TOKEN, "[UNK]", getattr(self._model.model, "unk_token", None)}
         vocab, added = self._model.get_vocab(), {token.content for token in self._model.get_added_tokens_decoder().values()}
         stated = {mark: text for mark, text in marks_named(self.special_tokens).items() if text in vocab}
-        self._model.add_special_tokens(
-            [text for text in stated.values() if text not in added | unknown]
-        )  # words of the vocabulary
+        # words of the vocabulary
+        self._model.add_special_tokens([text for text in stated.values() if text not in added | unknown])
         tokens = self._model.get_added_tokens_decoder().items()
         ids_of = {token.content: i for i, token in tokens}
         names_of = NAMES_OF_MARKS | {mark: (text,) for mark, text in stated.items()}

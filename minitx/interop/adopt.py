@@ -332,8 +332,7 @@ def adopt_hf(
         raise TypeError(f"adopt_hf needs a transformers model, or a module that contains one, got {type(model).__name__}")
     if adopted_cores(model):
         raise ValueError(f"{type(model).__name__} is already adopted: call release_hf first")
-    is_auto = isinstance(check, str) and check == "auto"
-    if not (is_auto or check is False or isinstance(check, Mapping)):
+    if check is not False and not isinstance(check, Mapping) and not (isinstance(check, str) and check == "auto"):
         raise ValueError(f"check={check!r} must be 'auto', False, or a mapping with the arguments of a call")
     for root in roots:
         if root.config._attn_implementation == NAME:  # it was built from the config of an adopted model
@@ -497,18 +496,13 @@ def _mark_blocks(model: nn.Module, layers: Collection[nn.Module]) -> None:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     for name in [name for name, module in model.named_modules(remove_duplicate=False) if module in layers]:
-        around: list[Any] = [model, *map(model.get_submodule, _around(name))]
+        around: list[Any] = [model, *(model.get_submodule(name[:end]) for end, letter in enumerate(name) if letter == ".")]
         marked = [module for module in around if isinstance(module, GradientCheckpointingLayer)]
         listed = [module for outer, module in pairwise(around) if isinstance(outer, nn.ModuleList)]
         lists = [outer for outer, module in pairwise(around) if isinstance(outer, nn.ModuleList) and module in marked]
         siblings = [layer for layers in lists for layer in layers if isinstance(layer, GradientCheckpointingLayer)]
         for block in [*marked, *siblings] or listed[-1:]:
             block.is_block = True
-
-
-def _around(name: str) -> list[str]:
-    """The names of the modules that contain the module ``name``, the outermost first."""
-    return [name[:end] for end, letter in enumerate(name) if letter == "."]
 
 
 def _calls_interface(kind: type[nn.Module]) -> bool:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Any
 
 import numpy as np
@@ -205,16 +205,12 @@ def chat(
     template = template or made_by.chat_template or TEMPLATE
     made_by.chat_template = template  # a checkpoint stores it with the tokenizer
     format, name = ChatFormat(template, made_by), f"data.path={path}"
-    has_tools = any("tools" in table.column_names and any(table["tools"]) for table in tables)
-    require(
-        not has_tools or not re.search(r"\btools\b", template),
-        f"{name} has a column tools, but tools are not passed to the template: write them into a message, or remove the column",
-    )
-    has_calls = any("tool_calls" in message for chats in splits for chat in chats for message in chat)
-    require(
-        not has_calls or "tool_calls" in template,
-        f"data.messages_column={messages_column} has tool_calls, but data.template does not write them",
-    )
+    if re.search(r"\btools\b", template) and any("tools" in table.column_names and any(table["tools"]) for table in tables):
+        raise ConfigError(
+            f"{name} has a column tools, but tools are not passed to the template: write them into a message, or remove the column"
+        )
+    if "tool_calls" not in template and any("tool_calls" in message for chats in splits for chat in chats for message in chat):
+        raise ConfigError(f"data.messages_column={messages_column} has tool_calls, but data.template does not write them")
     if "strftime_now" in template:
         log.warning("data.template writes today's date, so a run that resumes on another day has different rows")
     (train, of_train), (val, of_val) = (
@@ -287,6 +283,4 @@ def _one_of(names: Iterable[str]) -> str:
 
 def _num_shared(first: str, second: str) -> int:
     """The number of characters with which both texts begin."""
-    return next(
-        (i for i, (one, other) in enumerate(zip(first, second, strict=False)) if one != other), min(len(first), len(second))
-    )
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))))

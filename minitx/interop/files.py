@@ -119,7 +119,13 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: i
 
 
 def write_companions(
-    folder: Path, model: Any, name: str, tokenizer: Any, chat_template: str | None, facts: Mapping[str, Any]
+    folder: Path,
+    model: Any,
+    name: str,
+    tokenizer: Any,
+    chat_template: str | None,
+    facts: Mapping[str, Any],
+    first_id: int | None = None,
 ) -> None:
     """Write the files that accompany ``config.json`` and the weights of a model of class ``name``. See ``save_hf``.
 
@@ -136,7 +142,8 @@ def write_companions(
         tokenizer.save_pretrained(str(folder))
     elif tokenizer is not None:
         tokenizer.save(str(folder / TOKENIZER))
-        _write_tokenizer(folder, loader, _size(model.config, "max_len", "max_position_embeddings"), ids, tokenizer)
+        max_len = _size(model.config, "max_len", "max_position_embeddings")
+        _write_tokenizer(folder, loader, max_len, ids, tokenizer, first_id)
     if chat_template is not None:
         (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
     if not (folder / "README.md").exists():
@@ -161,8 +168,10 @@ def _special_ids(config: Any, tokenizer: Any) -> dict[str, list[int]]:
     return {role: list(dict.fromkeys(id for id in candidates if id is not None)) for role, candidates in ids.items()}
 
 
-def _write_tokenizer(folder: Path, loader: str, max_len: int | None, ids: Mapping[str, list[int]], tokenizer: Any) -> None:
-    """Write ``tokenizer_config.json``. Drop the template of special tokens in ``tokenizer.json``: ``minitx.data`` does not add them."""
+def _write_tokenizer(
+    folder: Path, loader: str, max_len: int | None, ids: Mapping[str, list[int]], tokenizer: Any, first_id: int | None
+) -> None:
+    """Write ``tokenizer_config.json``. In ``tokenizer.json``, the template of special tokens adds what ``minitx.data`` adds."""
     from tokenizers import Tokenizer
     from tokenizers.processors import TemplateProcessing
 
@@ -176,8 +185,10 @@ def _write_tokenizer(folder: Path, loader: str, max_len: int | None, ids: Mappin
     tokens = {**{role: text for role, text in from_folder.items() if text in known}, **tokens}
     if hasattr(tokenizer, "mark_ids"):
         made.post_processor = None
+        first = between = "" if first_id is None else added[first_id]
         if loader == "AutoModelForSequenceClassification" and "cls_token" in tokens:
             first, between = tokens["cls_token"], tokens.get("eos_token", tokens["cls_token"])
+        if first:
             special = [(token, made.token_to_id(token)) for token in (first, between)]
             pair = [first, "$A", between, "$B:0"]
             made.post_processor = TemplateProcessing(single=pair[:2], pair=pair, special_tokens=special)

@@ -116,6 +116,7 @@ def save_hf(
     *,
     tokenizer: CanSave | None = None,
     chat_template: str | None = None,
+    first_id: int | None = None,
     facts: Mapping[str, Any] | None = None,
     labels: Sequence[str] = (),
     model_type: str | None = None,
@@ -132,9 +133,10 @@ def save_hf(
             family has the new scale.
         folder: created if it does not exist.
         tokenizer: a tokenizer of ``minitx.data``, ``tokenizers`` or ``transformers``. A tokenizer of ``minitx.data`` adds no tokens
-            to a text, and the saved tokenizer adds none either, except the class token for a classifier. A character tokenizer
-            without marks gets its unknown character as ``eos_token``, because lm-eval needs one; generation does not stop there.
+            to a text; the saved tokenizer adds ``first_id`` or, for a classifier, the class token. A character tokenizer without
+            marks gets its unknown character as ``eos_token``, because lm-eval needs one; generation does not stop there.
         chat_template: a jinja2 template for ``apply_chat_template``, saved with the tokenizer.
+        first_id: the token that begins every text (``Task.first_id``), or None: no token.
         facts: rows of the table in ``README.md``, for example about the training.
         labels: the names of a classifier's labels, in their order. Default: ``LABEL_0`` and so on.
         model_type: for example ``mistral``. Default: the first family that can represent the model.
@@ -144,8 +146,7 @@ def save_hf(
         TypeError: ``model`` is not a model of ``minitx.nn``.
         ValueError: no family can represent the model (the message names the closest class and all fields that it would change); the
             model differs from its config, because a part was removed, added, replaced, quantised or changed (including ``scale`` and
-            ``softcap``), or has a hook; ``chat_template`` without ``tokenizer``; or a number of
-            ``labels`` that is not ``num_labels``.
+            ``softcap``), or has a hook; ``chat_template`` without ``tokenizer``; or a number of ``labels`` that is not ``num_labels``.
     """
     if model_type is not None and model_type not in FAMILIES:
         raise ValueError(f"model_type={model_type!r} is not supported: one of {', '.join(FAMILIES)}")
@@ -169,7 +170,7 @@ def save_hf(
                 folder.mkdir(parents=True, exist_ok=True)
                 write_json(folder / "config.json", {**values, "dtype": dtype})
                 write_shards(folder, tensors, max_shard_bytes)
-                write_companions(folder, model, name, tokenizer, chat_template, facts or {})
+                write_companions(folder, model, name, tokenizer, chat_template, facts or {}, first_id)
                 return
     nearest = min(lacking, key=lambda name: ("architecture" in lacking[name], "head" in lacking[name], len(lacking[name])))
     wrong = ", ".join(lacking[nearest].values())

@@ -153,7 +153,7 @@ def fold_scale(
     >>> bool(torch.allclose(fold_scale(attention)(x), before, atol=1e-6)), attention.scale
     (True, ScoreScale('unscaled', head_dim=4))
     """
-    ours, new = _new_scales(model, to, factor)
+    ours = _our_layers(model)
     others = _other_layers(model)
     if ours and others:
         raise ValueError(
@@ -161,34 +161,54 @@ def fold_scale(
         )
     if not ours and not others:
         raise ValueError(f"{type(model).__name__} contains no attention layer with a scale")
-    for name, layer in ours.items():
+    if others:
+        _fold_adopted(model, others, to, factor, inputs)
+        _replace_scales(model, {}, {}, to, factor)
+        return model
+    return fold_ours(model, to, factor)
+
+
+@torch.no_grad()
+def fold_ours(model: nn.Module, to: str | float, factor: float) -> nn.Module:
+    """``fold_scale`` for the attention of minitx: the multipliers are known, so the model is not called."""
+    layers = _our_layers(model)
+    new = _new_scales(layers, to, factor)
+    for name, layer in layers.items():
         if (reason := _why_not_fold(layer, new[name])) is not None:
             raise ValueError(f"cannot fold the scale of {name or type(layer).__name__}: {reason}")
-    if others:
-        uses, again = _uses(model, others, inputs)
-        ratios = {name: _ratio_of(name, layer, uses[name], to, factor) for name, layer in others.items()}
-    else:
-        uses, again = {}, None
-        ratios = {name: layer.scale.multiplier / new[name].multiplier for name, layer in ours.items()}
-    layers = ours or others
-    queries = {name: _found(name, layer, "query", uses.get(name)) for name, layer in layers.items()}
+    ratios = {name: layer.scale.multiplier / new[name].multiplier for name, layer in layers.items()}
+    queries = {name: _found(name, layer, "query", None) for name, layer in layers.items()}
+    keys = {name: _found(name, layer, "key", None) for name, layer in layers.items() if ratios[name] != 1}
+    _multiply(model, _shared(queries, keys, ratios))
+    _replace_scales(model, layers, new, to, factor)
+    return model
+
+
+def _fold_adopted(
+    model: nn.Module, layers: Mapping[str, Any], to: str | float, factor: float, inputs: Mapping[str, Any] | None
+) -> None:
+    """``fold_scale`` for adopted attention, by calling the model before and after it."""
+    read(Finite, factor, "factor")
+    uses, again = _uses(model, layers, inputs)
+    ratios = {name: _ratio_of(name, layer, uses[name], to, factor) for name, layer in layers.items()}
+    queries = {name: _found(name, layer, "query", uses[name]) for name, layer in layers.items()}
     try:
-        keys = {name: _found(name, layer, "key", uses.get(name)) for name, layer in layers.items() if ratios[name] != 1}
-        shares = {name: math.sqrt(abs(ratio)) for name, ratio in ratios.items()}
-        both = [replace(fold, ratio=math.copysign(shares[name], ratios[name])) for name, fold in queries.items()]
-        both += [replace(fold, ratio=shares[name]) for name, fold in keys.items()]
-        _apply(model, both, layers, to, factor, uses, again)
+        keys = {name: _found(name, layer, "key", uses[name]) for name, layer in layers.items() if ratios[name] != 1}
+        _apply(model, _shared(queries, keys, ratios), layers, to, factor, uses, again)
     except ValueError as error:
-        if ours:
-            raise
         _apply(model, [replace(fold, ratio=ratios[name]) for name, fold in queries.items()], layers, to, factor, uses, again)
         warnings.warn(
             f"{str(error).removeprefix(REFUSED)}: the queries take the whole factor, so an update of their weights moves the scores "
             "further than an update of the keys' weights",
-            stacklevel=3,
+            stacklevel=4,
         )
-    _replace_scales(model, ours, new, to, factor)
-    return model
+
+
+def _shared(queries: Mapping[str, Fold], keys: Mapping[str, Fold], ratios: Mapping[str, float]) -> list[Fold]:
+    """The folds of queries and keys, with the roots of ``ratios`` as factors. The queries take the sign."""
+    shares = {name: math.sqrt(abs(ratio)) for name, ratio in ratios.items()}
+    folds = [replace(fold, ratio=math.copysign(shares[name], ratios[name])) for name, fold in queries.items()]
+    return folds + [replace(fold, ratio=shares[name]) for name, fold in keys.items()]
 
 
 def set_scale(model: nn.Module, to: str | float, *, factor: float = 1.0) -> nn.Module:
@@ -211,10 +231,12 @@ def set_scale(model: nn.Module, to: str | float, *, factor: float = 1.0) -> nn.M
     >>> set_scale(MultiHeadAttention(12, 3), "unscaled").scale
     ScoreScale('unscaled', head_dim=4)
     """
-    layers, new = _new_scales(model, to, factor)
+    read(Finite, factor, "factor")  # adopted attention has no ``ScoreScale``
+    layers = _our_layers(model)
     others = _other_layers(model)
     if not layers and not others:
         raise ValueError(f"{type(model).__name__} contains no attention layer with a scale")
+    new = _new_scales(layers, to, factor)
     for layer in others.values():
         layer.core.set_scale(to, factor)
     if to == "learned":
@@ -229,15 +251,15 @@ def _other_layers(model: nn.Module) -> dict[str, Any]:
     return {name: layer for name, layer in named if isinstance(getattr(layer, "core", None), OtherScale)}
 
 
-def _new_scales(model: nn.Module, to: str | float, factor: float) -> tuple[dict[str, Any], dict[str, ScoreScale]]:
-    """The attention layers of a model by name, and a new scale for each."""
-    read(Finite, factor, "factor")  # adopted attention has no ``ScoreScale``
-    layers: dict[str, Any] = {
-        name: layer
-        for name, layer in model.named_modules(remove_duplicate=False)
-        if isinstance(getattr(layer, "scale", None), ScoreScale)
-    }
-    return layers, {
+def _our_layers(model: nn.Module) -> dict[str, Any]:
+    """The attention layers, by name, with a ``ScoreScale``."""
+    named = model.named_modules(remove_duplicate=False)
+    return {name: layer for name, layer in named if isinstance(getattr(layer, "scale", None), ScoreScale)}
+
+
+def _new_scales(layers: Mapping[str, Any], to: str | float, factor: float) -> dict[str, ScoreScale]:
+    """A new scale for each of our attention layers."""
+    return {
         name: ScoreScale(to, head_dim=layer.head_dim, num_heads=layer.num_heads, max_len=layer.scale.max_len, factor=factor)
         for name, layer in layers.items()
     }
@@ -339,19 +361,11 @@ def _shift_of(norm: nn.Module, parameters: Mapping[str, Tensor]) -> float:
     return min((0.0, 1.0), key=error)
 
 
-def _apply(
-    model: nn.Module,
-    folds: Sequence[Fold],
-    layers: Mapping[str, Any],
-    to: str | float,
-    factor: float,
-    uses: Mapping[str, Use],
-    again: Again | None,
-) -> None:
-    """Multiply weights, each once, although layers may share them. If the outputs of the model change, undo it.
+def _multiply(model: nn.Module, folds: Sequence[Fold]) -> list[Fold]:
+    """Multiply weights, each once, although layers may share them. Return the folds with the parameters that each has multiplied.
 
     Raises:
-        ValueError: a weight needs another factor elsewhere, or the outputs change.
+        ValueError: a weight needs another factor elsewhere. The model is then unchanged.
     """
     done: dict[tuple[Any, ...], float] = {}
     once = list[Fold]()
@@ -359,19 +373,34 @@ def _apply(
         places = fold.places()
         if any(done.get(place, fold.ratio) != fold.ratio for place in places.values()):
             raise ValueError(f"{REFUSED}{fold.name} shares a projection that needs another factor elsewhere")
-        once.append(replace(fold, parameters=tuple(name for name, place in places.items() if place not in done)))
+        once += [replace(fold, parameters=tuple(name for name, place in places.items() if place not in done))]
         done |= dict.fromkeys(places.values(), fold.ratio)
     names, memory = {fold.name for fold in once}, {place[0] for place in done}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        own, is_folded = memory_of(parameter), name.rpartition(".")[0] in names
-        if any(overlap(own, other) and not (is_folded and own == other) for other in memory):
+        place, is_folded = memory_of(parameter), name.rpartition(".")[0] in names
+        if any(overlap(place, other) and not (is_folded and place == other) for other in memory):
             raise ValueError(f"{REFUSED}{name} is also the weight of queries or keys, or shares memory with it")
-    weights = [fold.module.get_parameter(name) for fold in once for name in fold.parameters] if again else []
-    before = [weight.clone() for weight in weights]
     for fold in once:
         fold.apply()
-    if again is None:
-        return
+    return once
+
+
+def _apply(
+    model: nn.Module,
+    folds: Sequence[Fold],
+    layers: Mapping[str, Any],
+    to: str | float,
+    factor: float,
+    uses: Mapping[str, Use],
+    again: Again,
+) -> None:
+    """Fold the scale of adopted attention. If the outputs of the model change, undo it.
+
+    Raises:
+        ValueError: a weight needs another factor elsewhere, or the outputs change.
+    """
+    before = [(weight, weight.clone()) for fold in folds for weight in map(fold.module.get_parameter, fold.parameters)]
+    once = _multiply(model, folds)
     scales = {layer.core: layer.core.scale for layer in layers.values()}
     for core in scales:
         core.set_scale(to, factor)
@@ -387,7 +416,7 @@ def _apply(
         "",
     )
     if reason:
-        for weight, old in zip(weights, before, strict=True):
+        for weight, old in before:
             weight.copy_(old)
         for core, scale in scales.items():
             core.scale = scale
@@ -401,8 +430,8 @@ def _are_multiplied(before: Tensor, after: Tensor, factor: float) -> bool:
 
     It is more exact than the answer of a model in bfloat16. Rounding may change the choice of an expert, and with it some vectors.
     """
-    wanted = before.float() * factor
-    errors = (after.float() - wanted).norm(dim=-1) / wanted.norm(dim=-1)  # 0/0 is ignored
+    multiplied = before.float() * factor
+    errors = (after.float() - multiplied).norm(dim=-1) / multiplied.norm(dim=-1)  # 0/0 is ignored
     return not (errors.movedim(1, 0).flatten(1).nanmedian(1).values > 0.1).any()
 
 

@@ -316,10 +316,11 @@ class PrefixLM(Mask):
     length: int | Tensor
 
     def __post_init__(self) -> None:
-        is_valid = isinstance(self.length, int) and not isinstance(self.length, bool) and self.length >= 0
         if isinstance(self.length, Tensor):
-            is_valid = not self.length.is_floating_point() and self.length.dtype != torch.bool
-        if not is_valid:
+            is_wrong = self.length.is_floating_point() or self.length.dtype == torch.bool
+        else:
+            is_wrong = not isinstance(self.length, int) or isinstance(self.length, bool) or self.length < 0
+        if is_wrong:
             raise ValueError(f"prefix length must be a non-negative integer or an integer tensor, got {self.length!r}")
 
     def visible(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:

@@ -8,6 +8,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
+class StoppedError(Exception):
+    """A signal, ``number``, stopped a run or a program. ``ending`` completes the message."""
+
+    def __init__(self, number: int, ending: str) -> None:
+        super().__init__(number, ending)  # the arguments as they are, so that the error can be pickled
+        self.number = number
+
+    def __str__(self) -> str:
+        return f"stopped by {signal.Signals(self.number).name}{self.args[1]}"
+
+
 def rank() -> int:
     """Return the rank of this process, from environment variables; 0 for a single process."""
     return int(next((os.environ[name] for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if name in os.environ), "0"))

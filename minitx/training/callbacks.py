@@ -24,7 +24,7 @@ from torch import Tensor
 from minitx.config import ConfigError, TrainerConfig, TransformerConfig
 from minitx.nn.precision import widest_float
 from minitx.nn.transfer import to_host
-from minitx.training import stop_signals
+from minitx.training import StoppedError, stop_signals
 from minitx.training.devices import largest_of_all, memory_mb, peak_tflops, sum_over_rows
 from minitx.training.loggers import unit_of
 from minitx.training.module import NonFiniteError, TrainingModule
@@ -93,7 +93,8 @@ class StepLog(StepCallback):
         self.peak = self.peak or peak_tflops(module.device)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: torch.optim.Optimizer) -> None:
-        groups, peak = optimizer.param_groups, optimizer.defaults.get("lr")
+        groups = optimizer.param_groups
+        peak = optimizer.defaults.get("lr")
         self._lr = next((group for group in groups if group.get("initial_lr") == peak), groups[0])["lr"]
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -114,10 +115,8 @@ class StepLog(StepCallback):
 
     def _write(self, trainer: L.Trainer, module: TrainingModule, step: int) -> None:
         self._open = None
-        sums = summed(trainer, module)
-        sums, bad_step, tokens, grad_norm = to_host(
-            (sums, module.latch.step, self.tokens, module.grad_norm)
-        )  # the only wait for the device
+        on_device = summed(trainer, module), module.latch.step, self.tokens, module.grad_norm
+        sums, bad_step, tokens, grad_norm = to_host(on_device)  # the only wait for the device
         if module.device.type != "cpu":
             module.latch.note(int(bad_step))
             module.raise_if_nonfinite()
@@ -187,12 +186,9 @@ def step_means(trainer: L.Trainer, module: TrainingModule) -> dict[str, float]:
 def summed(trainer: L.Trainer, module: TrainingModule) -> Tensor:
     """Return loss, targets and the other sums of the step over all processes, on the device. This is a collective operation."""
     wide = widest_float(module.device)
-    device, local = (
-        torch.as_tensor(module.step_loss).device,
-        [module.step_loss, module.step_targets, *module.step_sums.values()],
-    )
-    values = torch.stack([torch.as_tensor(value, device=device).to(wide) for value in local])
-    return sum_over_rows(trainer, values)
+    device = torch.as_tensor(module.step_loss).device
+    local = [module.step_loss, module.step_targets, *module.step_sums.values()]
+    return sum_over_rows(trainer, torch.stack([torch.as_tensor(value, device=device).to(wide) for value in local]))
 
 
 def means_of(sums: Tensor, trainer: L.Trainer, module: TrainingModule) -> dict[str, float]:
@@ -333,7 +329,9 @@ class PlainProgress(StepCallback):
         self.first_step = trainer.global_step
 
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
-        now, figures, steps = time.perf_counter(), figures_of(trainer), trainer.estimated_stepping_batches
+        now = time.perf_counter()
+        figures = figures_of(trainer)
+        steps = trainer.estimated_stepping_batches
         if figures and trainer.is_global_zero and (now - self.last >= 5.0 or step == steps):
             self.last = now
             rate = (step - self.first_step) / max(now - self.started, 1e-9)
@@ -344,10 +342,8 @@ class PlainProgress(StepCallback):
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         metrics = trainer.callback_metrics
         names = {"val_loss": "loss", "val_accuracy": "accuracy"}
-        figures = {word: f"{float(metrics[name]):.4f}" for name, word in names.items() if name in metrics} or figures_of(
-            trainer
-        )
-        text = "  ".join(f"{name} {value}" for name, value in figures.items())
+        figures = {word: f"{float(metrics[name]):.4f}" for name, word in names.items() if name in metrics}
+        text = "  ".join(f"{name} {value}" for name, value in (figures or figures_of(trainer)).items())
         if text and trainer.is_global_zero and not trainer.sanity_checking:
             log.info("step %d/%s  validation %s", trainer.global_step, trainer.estimated_stepping_batches, text)
 
@@ -378,14 +374,6 @@ def progress() -> L.Callback:
 # --- checkpoints
 
 
-class StoppedError(Exception):
-    """A signal stopped the run, after its checkpoint was written (unless ``trainer.ckpt_every=0``)."""
-
-    def __init__(self, number: int, step: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name} after step {step}")
-        self.number = number
-
-
 class LastCheckpoint(StepCallback, Checkpoint):
     """Write ``last.ckpt`` at intervals, at the end, and on a signal of ``stop_signals``. After a signal, raise ``StoppedError``.
 
@@ -405,8 +393,10 @@ class LastCheckpoint(StepCallback, Checkpoint):
     """
 
     def __init__(self, folder: Path, options: TrainerConfig, state: Mapping[str, Any]) -> None:
-        self.path, self.every = folder / "last.ckpt" if options.ckpt_every else None, options.ckpt_every
-        self.agree_every, self.state = options.log_every, state
+        self.path = folder / "last.ckpt" if options.ckpt_every else None
+        self.every = options.ckpt_every
+        self.agree_every = options.log_every
+        self.state = state
         self.seconds = math.inf if options.ckpt_minutes is None else 60.0 * options.ckpt_minutes
         self.saved_at, self.saved_step = time.monotonic(), -1
         self._received: int | None = None
@@ -437,9 +427,8 @@ class LastCheckpoint(StepCallback, Checkpoint):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         stops = [each for each in trainer.callbacks if isinstance(each, EarlyStopping)]  # type: ignore[attr-defined]
-        self._patience = {
-            each: each.patience for each in stops
-        }  # keep the config's patience: loading a checkpoint restores the old one
+        # keep the config's patience: loading a checkpoint restores the old one
+        self._patience = {each: each.patience for each in stops}
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.saved_at = time.monotonic()
@@ -479,7 +468,7 @@ class LastCheckpoint(StepCallback, Checkpoint):
             if is_due or is_late or received or is_last:
                 self._save(trainer, self.path)
         if received:
-            raise StoppedError(received, trainer.global_step)
+            raise StoppedError(received, f" after step {trainer.global_step}")
 
     def save_last_step(self, trainer: L.Trainer) -> None:
         """Write ``last.ckpt`` if the run ended without a validation."""
@@ -529,7 +518,8 @@ class BestCheckpoint(ModelCheckpoint):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the best value so far, even if the folder was moved or copied. In another folder, ``best.ckpt`` starts anew."""
-        path, stored_path = Path(str(self.dirpath)) / "best.ckpt", state_dict["best_model_path"]
+        path = Path(str(self.dirpath)) / "best.ckpt"
+        stored_path = state_dict["best_model_path"]
         if stored_path and path.is_file():
             score = {"best_k_models": {str(path): state_dict["best_model_score"]}, "kth_best_model_path": str(path)}
             super().load_state_dict({**state_dict, **score, "dirpath": self.dirpath, "best_model_path": str(path)})

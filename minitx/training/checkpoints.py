@@ -186,8 +186,8 @@ def stored_state(config: Mapping[str, Any], model: Mapping[str, Any], task: Task
 
 def network_weights(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return the weights of the network in the content of a checkpoint, by their names in the network."""
-    prefix, state = "network.", checkpoint["state_dict"].items()
-    return {name.removeprefix(prefix): weight for name, weight in state if name.startswith(prefix)}
+    prefix = "network."
+    return {name.removeprefix(prefix): weight for name, weight in checkpoint["state_dict"].items() if name.startswith(prefix)}
 
 
 def load_weights(network: nn.Module, weights: Mapping[str, Any]) -> None:
@@ -202,7 +202,8 @@ def load_weights(network: nn.Module, weights: Mapping[str, Any]) -> None:
     for name, tensor in network.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor) or name not in weights:  # extra state, and names that load_state_dict converts
             continue
-        first_name, kind = names.setdefault(id(tensor), name), tensor.dtype
+        first_name = names.setdefault(id(tensor), name)
+        kind = tensor.dtype
         if first_name != name and not torch.allclose(
             weights[first_name].to(kind), weights[name].to(kind), 0, 0, equal_nan=True
         ):
@@ -213,9 +214,9 @@ def check_free(folder: Path, ckpt_path: str | None) -> None:
     """Check, in the process of rank 0, that a run does not overwrite another run.
 
     Raises:
-        ConfigError: the folder contains a run, and ``ckpt_path`` is not a file in it.
+        ConfigError: the folder contains a run, and ``ckpt_path`` is neither ``last`` nor a file in it.
     """
-    if rank() or not (folder / "metrics.csv").exists():
+    if rank() or ckpt_path == "last" or not (folder / "metrics.csv").exists():
         return
     if ckpt_path is None or not _is_in(folder, ckpt_path):
         other = "" if ckpt_path is None else f", and ckpt_path={ckpt_path} is not a checkpoint of that run"
@@ -277,22 +278,21 @@ class Start:
                 not, or cannot be, folded; or the weights are of a model that differs from its config in other ways than ``network``.
         """
         net = Net.of(network)
-        config = net.config
         if self.changes and list(self.changes) != net.changes():
             raise ConfigError(
                 f"init_from.path={self.path} contains a model that differs from its config: {joined(self.changes)}. The model of this run "
                 "would be another function: build it as for the run that wrote the weights, and pass it to train(model=...)"
             )
-        if config is not None:
-            self._check_scale(config)
+        model = net.config
+        if model is not None:
+            self._check_scale(model)
         try:
             load_weights(network, self.weights)
-            if self.fold_scale and self.shape is not None and config is not None:
-                from minitx.nn.folding import fold_scale, set_scale
+            if self.fold_scale and self.shape is not None and model is not None:
+                from minitx.nn.folding import fold_ours, set_scale
 
-                # first the scale of the weights, then the config's
-                set_scale(network, self.shape["scale"], factor=self.shape["scale_factor"])
-                fold_scale(network, config.scale, factor=config.scale_factor)
+                set_scale(network, self.shape["scale"], factor=self.shape["scale_factor"])  # the scale of the weights
+                fold_ours(network, model.scale, model.scale_factor)
         except (RuntimeError, ValueError) as error:
             raise ConfigError(f"init_from.path={self.path} does not match the model: {first_line(error)}") from error
 
@@ -383,40 +383,33 @@ def check_resumed(path: str | None, parts: Mapping[str, Part], state: Mapping[st
     stored = checkpoint["minitx"]
     saved, current = stored["config"], state["config"]
     model_defaults = defaults(TransformerConfig) if stored["model"]["_target_"] == MODEL else {}
-    if changed_model := "; ".join(differences({**model_defaults, **stored["model"]}, state["model"], "model")):
-        raise ConfigError(f"{named} contains another model than the config: {changed_model}")
     changes = {name: part.differences(saved[name]) for name, part in parts.items()}
-    for name in ("optimizer", "schedule"):  # the state in the checkpoint would override the config
-        if changes[name]:
-            raise ConfigError(
-                f"{named} was trained with another {name}: {'; '.join(changes[name])}. "
-                "Resume with the old values, or start a new run from the weights with init_from.path"
-            )
+    changes["model"] = differences({**model_defaults, **stored["model"]}, state["model"], "model")
+    if changes["model"]:
+        raise ConfigError(f"{named} contains another model than the config: {'; '.join(changes['model'])}")
+    _check_updates(named, changes)
     if not all(
         "lr_lambdas" in entry for entry in checkpoint["lr_schedulers"]
     ):  # the state of a LambdaLR has no number of steps
         check_length(parts["schedule"], saved["trainer"], current["trainer"], named)
-    tokenizers_of_both = [Tokenizer.from_dict(entry["tokenizer"]) for entry in (stored, state) if entry["tokenizer"]]
-    if len({*map(tokenizers.fingerprint, tokenizers_of_both)}) > 1:  # ids may have other meanings, even if the size is the same
-        raise ConfigError(
-            f"{named} was trained with another tokenizer. Resume with the old data, "
-            "or start a new run from the weights and their tokenizer with init_from.path"
-        )
-    of_rows = [f"seed {saved['seed']} != {current['seed']}"] if saved["seed"] != current["seed"] else []
-    of_rows += [change for change in changes["data"] if not change.startswith(("data.cache_dir ", "data.num_workers "))]
-    if of_rows:
-        text = "%s resumes with another seed or other data, so rows may be repeated or skipped: %s"
-        log.warning(text, named, "; ".join(of_rows))
-    equal = ("objective.chunk_tokens ", "objective.count_correct ")  # the loss does not depend on them
-    of_loss = [change for change in changes["objective"] if not change.startswith(equal)]
-    if of_loss:
-        text = "%s resumes with another objective, so its losses cannot be compared with those before: %s"
-        log.warning(text, named, "; ".join(of_loss))
+    _check_tokenizer(named, stored["tokenizer"], state["tokenizer"])
+    _warn_of_other_rows(named, saved["seed"], current["seed"], changes["data"])
+    _warn_of_other_losses(named, changes["objective"])
     step = int(checkpoint["global_step"])
     max_steps = current["trainer"]["max_steps"]
     if max_steps is not None and step > max_steps:
         raise ConfigError(f"{named} is at step {step}, beyond trainer.max_steps={max_steps}")
     return step
+
+
+def _check_updates(named: str, changes: Mapping[str, Sequence[str]]) -> None:
+    """Refuse another optimizer or schedule, because the state in the checkpoint would override the config."""
+    for name in ("optimizer", "schedule"):
+        if changes[name]:
+            raise ConfigError(
+                f"{named} was trained with another {name}: {'; '.join(changes[name])}. "
+                "Resume with the old values, or start a new run from the weights with init_from.path"
+            )
 
 
 def check_length(schedule: Part, saved: Mapping[str, Any], current: Mapping[str, Any], named: str) -> None:
@@ -437,6 +430,32 @@ def check_length(schedule: Part, saved: Mapping[str, Any], current: Mapping[str,
             )
 
 
+def _check_tokenizer(named: str, saved: dict[str, Any] | None, current: dict[str, Any] | None) -> None:
+    """Refuse another tokenizer, because ids may have other meanings, even if the size is the same."""
+    fingerprints = {tokenizers.fingerprint(Tokenizer.from_dict(entry)) for entry in (saved, current) if entry}
+    if len(fingerprints) > 1:
+        raise ConfigError(
+            f"{named} was trained with another tokenizer. Resume with the old data, "
+            "or start a new run from the weights and their tokenizer with init_from.path"
+        )
+
+
+def _warn_of_other_rows(named: str, saved_seed: int, seed: int, changes: Sequence[str]) -> None:
+    of_rows = [f"seed {saved_seed} != {seed}"] if saved_seed != seed else []
+    of_rows += [change for change in changes if not change.startswith(("data.cache_dir ", "data.num_workers "))]
+    if of_rows:
+        text = "%s resumes with another seed or other data, so rows may be repeated or skipped: %s"
+        log.warning(text, named, "; ".join(of_rows))
+
+
+def _warn_of_other_losses(named: str, changes: Sequence[str]) -> None:
+    equal = ("objective.chunk_tokens ", "objective.count_correct ")  # the loss does not depend on them
+    of_loss = [change for change in changes if not change.startswith(equal)]
+    if of_loss:
+        text = "%s resumes with another objective, so its losses cannot be compared with those before: %s"
+        log.warning(text, named, "; ".join(of_loss))
+
+
 # --- rebuilding the contents of a checkpoint
 
 
@@ -452,14 +471,15 @@ class Stored:
         state: the plain data that the run stored: ``config``, ``model`` and ``tokenizer``.
         nodes: the nodes of ``model``, ``data`` and ``objective``, with the changes of ``load_stored``.
         untrusted: names of the nodes that come from the checkpoint. These nodes may name only classes of torch and minitx.
+        network, tokenizer: set by ``load_stored``.
     """
 
     path: str
-    network: nn.Module
-    tokenizer: Tokenizer | None
     state: dict[str, Any]
     nodes: dict[str, dict[str, Any]]
     untrusted: frozenset[str]
+    network: nn.Module = dataclasses.field(init=False)
+    tokenizer: Tokenizer | None = dataclasses.field(init=False)
     _parts: dict[str, Part] = dataclasses.field(default_factory=dict)
 
     @property
@@ -542,9 +562,12 @@ def load_stored(
 
     checkpoint = read_checkpoint(path, verb="read")
     state = checkpoint["minitx"]
-    nodes, untrusted = {name: dict(state["config"][name]) for name in HINTS} | {"model": dict(state["model"])}, set()
+    nodes = {name: dict(state["config"][name]) for name in HINTS}
+    nodes["model"] = dict(state["model"])
+    untrusted = set[str]()
     for name in HINTS:
-        change, is_object = (changes or {}).get(name) or {}, nodes[name].get("_target_") == FROM_PYTHON
+        change = (changes or {}).get(name) or {}
+        is_object = nodes[name].get("_target_") == FROM_PYTHON
         if "_target_" in change or (is_object and change):
             nodes[name] = dict(change)
             continue
@@ -552,7 +575,7 @@ def load_stored(
             untrusted.add(name)
             nodes[name].pop("cache_dir", None)  # a checkpoint must not determine where files are written
         nodes[name].update(change)
-    stored = Stored(str(path), nn.Identity(), None, state, nodes, frozenset(untrusted))
+    stored = Stored(str(path), state, nodes, frozenset(untrusted))
     for name in untrusted - ({"data", "objective"} if model_only else set()) - ({"model"} if model is not None else set()):
         check_trusted(nodes[name], name)
     import_modules(state["config"].get("imports", ()) if trust else ())

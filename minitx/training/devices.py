@@ -27,7 +27,6 @@ from minitx.training import kept_environment, local_rank
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 log = logging.getLogger(__name__)
@@ -410,15 +409,6 @@ def largest_of_all(trainer: L.Trainer, *numbers: int) -> list[int]:
     return largest.tolist()
 
 
-def parallelize(network: nn.Module, mesh: DeviceMesh, layers: Sequence[nn.Module]) -> None:
-    """Shard ``layers``, innermost first, and then the rest of ``network``, in place, with FSDP2 (Zhao et al. 2023, arXiv:2304.11277)."""
-    from torch.distributed.fsdp import fully_shard
-
-    for layer in layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(network, mesh=mesh)
-
-
 def set_gradient_sync(network: nn.Module, enabled: bool) -> None:
     """Make FSDP reduce gradients only after the last micro-batch of a step, as in DDP, instead of after every backward pass."""
     if set_sync := getattr(network, "set_requires_gradient_sync", None):  # an FSDPModule
@@ -448,3 +438,12 @@ def whole_state(network: nn.Module) -> dict[str, Tensor]:
     """Return the state dict with unsharded tensors on the CPU. This is a collective operation: all ranks must call it."""
     state = network.state_dict().items()
     return {name: _whole(tensor).cpu() for name, tensor in state}
+
+
+def part_of(whole: Tensor, local: Tensor) -> Tensor:
+    """Return this process's shard of ``whole``, with the sharding of ``local``."""
+    if is_sharded(local):
+        from torch.distributed.tensor import distribute_tensor
+
+        return distribute_tensor(whole, local.device_mesh, local.placements, src_data_rank=None)
+    return whole

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from minitx.config import IGNORED, EvaluationConfig
+from minitx.config import EvaluationConfig
 from minitx.config.schema import read, require
 from minitx.config.training import Model
 from minitx.data.batches import Address, ValSource
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Z95 = 1.959963984540054
-_NO_LABEL = f"data: there is nothing to evaluate: all labels are {IGNORED}"
+_NO_LABEL = "data: there is nothing to evaluate: no label counts"
 
 EVALUATED_KINDS = ("language_model", "masked_lm", "classify", "seq2seq")
 """The kinds of tasks with their own metrics."""
@@ -108,7 +108,8 @@ def ratio_interval(sums: Tensor, counts: Tensor) -> Metric:
     1.5
     """
     sums, counts = sums.double(), counts.double()
-    total, rows = float(counts.sum()), len(sums)
+    rows = len(sums)
+    total = float(counts.sum())
     require(total > 0, _NO_LABEL)
     value = float(sums.sum()) / total
     if rows < 2:
@@ -182,7 +183,8 @@ def evaluate(
     require(split == "val" or task.test is not None, f"split={split}: the data has no test split")
     source = ValSource(as_split(task, split), batch_size=batch_size)
     baselines = task.baselines if split == "val" else dict
-    count, net = min(options.num_rows or source.num_rows, source.num_rows), Net.of(network)
+    count = min(options.num_rows or source.num_rows, source.num_rows)
+    net = Net.of(network)
     rows: dict[str, Any] = {"rows": count, "of_rows": source.num_rows, "left_out": [*task.left_out.get(split, ())]}
     with objective_on(_device_of(network), objective), evaluating(network), torch.inference_mode():
         answers = task.kind == "seq2seq" and len(task.val_examples if split == "val" else task.test_examples) == source.num_rows
@@ -196,7 +198,7 @@ def evaluate(
         if task.kind == "seq2seq":
             evaluation = _of_answers(network, task, split, source, options, ratio_interval(nll, counts), 2 * int(counts.max()))
             return replace(evaluation, **rows)
-        rows["left_out"] += share_of(count - len(counts), count, f"rows are left out: all of their labels are {IGNORED}")
+        rows["left_out"] += share_of(count - len(counts), count, "rows are left out: none of their labels counts")
         return Evaluation(_of_labels(task, nll, counts, right), baselines(), **{**rows, "rows": len(counts)})
 
 
@@ -219,7 +221,8 @@ def _device_of(network: nn.Module) -> torch.device:
 
 def _batches(net: Net, source: ValSource, options: EvaluationConfig) -> Iterator[Batch]:
     """Yield validation batches on the device of the network, with at most ``num_rows`` rows in total."""
-    device, left = _device_of(net.network), options.num_rows or math.inf
+    device = _device_of(net.network)
+    left = options.num_rows or math.inf
     for step in range(len(source)):
         batch = source[Address(step)]
         net.check(batch, source.split.key_masks.values())
@@ -233,7 +236,8 @@ def _batches(net: Net, source: ValSource, options: EvaluationConfig) -> Iterator
 
 def _sums_of_split(net: Net, source: ValSource, options: EvaluationConfig, objective: Objective) -> dict[str, Tensor]:
     """Return the sums of every row by name (N,); of the whole split (1,) if the network does not return one output per row."""
-    columns, by_row = defaultdict[str, list[Tensor]](list), True
+    columns = defaultdict[str, list[Tensor]](list)
+    by_row = True
     for batch in _batches(net, source, options):
         logits = net(batch)
         by_row = by_row and len(logits) == len(batch["labels"])
@@ -267,6 +271,8 @@ def _of_answers(
     network: nn.Module, task: Task, split: str, source: ValSource, options: EvaluationConfig, loss: Metric, longest: int
 ) -> Evaluation:
     """Return the metrics of generated answers of at most ``longest`` tokens, and the loss."""
+    from sacrebleu.metrics import BLEU, CHRF
+
     answers = list(_answers(network, task, source, options, longest))
     examples = task.val_examples if split == "val" else task.test_examples
     pairs = examples[: len(answers)]
@@ -274,7 +280,7 @@ def _of_answers(
     hits = [answer == reference for answer, reference in zip(answers, references, strict=True)]
     evaluation = Evaluation({"exact_match": share_interval(sum(hits), len(hits))})
     evaluation.baselines["copy_exact_match"] = sum(source == target for source, target in examples) / max(len(examples), 1)
-    for name, metric in _text_metrics().items():
+    for name, metric in {"chrf": CHRF(), "bleu": BLEU()}.items():
         evaluation.metrics[name] = _corpus_score(metric, answers, references)
         evaluation.baselines[f"{name}_of_copying"] = float(metric.corpus_score(sources, [references]).score)
         evaluation.signatures[name] = str(metric.get_signature())
@@ -293,12 +299,6 @@ def _answers(network: nn.Module, task: Task, source: ValSource, options: Evaluat
     for batch in _batches(Net.of(network), source, options):
         answers = answer_to(network, batch["input_ids"], key_mask=batch.get("key_mask"), max_new_tokens=longest)
         yield from (task.tokenizer.decode(answer.tolist()) for answer in answers)
-
-
-def _text_metrics() -> dict[str, Any]:
-    from sacrebleu.metrics import BLEU, CHRF
-
-    return {"chrf": CHRF(), "bleu": BLEU()}
 
 
 def _corpus_score(metric: Any, answers: Sequence[str], references: Sequence[str]) -> Metric:
@@ -368,7 +368,8 @@ def evaluate_splits(
             if isinstance(callback, WeightAveraging):  # it would test the trained weights instead of the average
                 callback._average_model = None  # no public attribute; pyproject.toml bounds the version of lightning
         trainer.test(module, datamodule=data, ckpt_path=best, weights_only=True, verbose=False)
-        tested, total = dict(trainer.callback_metrics), len(as_split(data.task, "test"))
+        tested = dict(trainer.callback_metrics)
+        total = len(as_split(data.task, "test"))
         rows = min(total, sum(map(int, trainer.num_test_batches)) * data.val_batch_size(trainer.world_size))
         numbers = "  ".join(f"{name} {float(value):.4f}" for name, value in tested.items())
         log.info("test  %s  (%s rows)", numbers, f"{rows:,}" if rows == total else f"{rows:,} of {total:,}")
@@ -398,7 +399,8 @@ def unsharded(module: TrainingModule, node: Mapping[str, Any]) -> nn.Module:
     """Return the network with unsharded weights. With ``trainer.strategy=sharded``, this is a copy on the CPU and a collective operation."""
     if module.options.strategy != "sharded":
         return module.network
-    weights, network = whole_state(module.network), network_of(read(Model, node, "model"))
+    weights = whole_state(module.network)
+    network = network_of(read(Model, node, "model"))
     network.to(next(iter(weights.values())).dtype).load_state_dict(weights)
     in_own_dtype(network)
     return network

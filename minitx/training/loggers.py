@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 
 from minitx.config import ConfigError, Part
 from minitx.data.datamodule import DataModule
-from minitx.training import rank
+from minitx.training import StoppedError, rank
 from minitx.training.checkpoints import clean_up
 from minitx.training.devices import device_name
 from minitx.training.metrics_csv import finite, read_metrics
@@ -34,28 +36,47 @@ def run_folder(folder: Path, files: Mapping[str, str]) -> Iterator[None]:
     """A context that creates the run's folder and its text files, and copies the log of each process to ``logs/rank_N.log``.
 
     If an error occurs before the first step, a new folder is removed. The traceback of an error is written only to the log
-    file.
+    file. While the context lasts, no other process can enter it for the same folder and rank.
 
     Raises:
-        ConfigError: the folder cannot be created or written.
+        ConfigError: the folder cannot be created or written, or another process trains in it.
     """
-    new_folders = [] if rank() else _create(folder, files)
+    path = folder / "logs" / f"rank_{rank()}.log"
     try:
-        with _log_to(folder / "logs" / f"rank_{rank()}.log"):
-            yield
-    except ConfigError:
-        if not (folder / "metrics.csv").exists() or not read_metrics(folder / "metrics.csv"):
-            for new_folder in new_folders:
-                with suppress(OSError):  # others already use a parent folder
-                    shutil.rmtree(new_folder) if new_folder == folder else new_folder.rmdir()
-        raise
+        new_folders = [place for place in (folder, *folder.parents) if not place.exists()]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handler = _LogFile(path, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise ConfigError(f"output_dir={folder} cannot be written: {error.strerror}") from None
+    with closing(handler), _locked(handler, folder):
+        try:
+            with _log_to(handler):
+                if not rank():
+                    _write(folder, files)
+                yield
+        except ConfigError:
+            if not rank() and (not (folder / "metrics.csv").exists() or not read_metrics(folder / "metrics.csv")):
+                for new_folder in new_folders:
+                    with suppress(OSError):  # others already use a parent folder
+                        shutil.rmtree(new_folder) if new_folder == folder else new_folder.rmdir()
+            raise
 
 
-def _create(folder: Path, files: Mapping[str, str]) -> list[Path]:
-    """Create the folder and its files, and return the folders that did not exist before, innermost first."""
+@contextmanager
+def _locked(handler: logging.FileHandler, folder: Path) -> Iterator[None]:
+    """A context in which this process has locked its log. The lock ends with the process, and its children do not have it."""
+    assert handler.stream is not None
     try:
-        new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
+        fcntl.lockf(handler.stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):  # others: a file system without locks
+            raise ConfigError(f"output_dir={folder}: another process is training in this folder") from None
+    yield
+
+
+def _write(folder: Path, files: Mapping[str, str]) -> None:
+    """Write the text files of a run, and remove what a killed run left."""
+    try:
         clean_up(folder / "checkpoints")
         for name, text in files.items():
             new = folder / f"{name}.new"  # after a crash or on a full disk, the old or the new file remains
@@ -63,18 +84,19 @@ def _create(folder: Path, files: Mapping[str, str]) -> list[Path]:
             new.replace(folder / name)
     except OSError as error:
         raise ConfigError(f"output_dir={folder} cannot be written: {error.strerror}") from None
-    return new_folders
 
 
 class _LogFile(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """Ignore a full disk here: the run stops when a metric or a checkpoint cannot be written."""
 
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
 
 @contextmanager
-def _log_to(path: Path) -> Iterator[None]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handler = _LogFile(path, encoding="utf-8", errors="backslashreplace")
+def _log_to(handler: logging.FileHandler) -> Iterator[None]:
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     root = logging.getLogger()
     root.addHandler(handler)
@@ -85,8 +107,6 @@ def _log_to(path: Path) -> Iterator[None]:
         raise
     finally:
         root.removeHandler(handler)
-        with suppress(OSError):
-            handler.close()
 
 
 # --- the summary before the first step
@@ -103,7 +123,8 @@ def summary(trainer: L.Trainer, module: TrainingModule, data: DataModule, traini
         folder: the folder of the run.
         done: the number of steps before the checkpoint that is resumed, or 0.
     """
-    options, tokenizer = module.options, data.task.tokenizer
+    options = module.options
+    tokenizer = data.task.tokenizer
     every = f"every {options.val_every:,}" if options.val_every else "at the end"
     lines = {
         "model": module.net.describe(),
@@ -173,10 +194,8 @@ def describe_device(trainer: L.Trainer) -> str:
     threads = f", {number} thread{'s' * (number > 1)}" if device.type == "cpu" else ""
     load = os.getloadavg()[0] if device.type == "cpu" and number > 1 and hasattr(os, "getloadavg") else 0.0
     is_crowded = load + number > (os.cpu_count() or number) + 0.5
-    busy = (
-        f"; other programs use these cores (load {load:.1f}): trainer.threads=1 may be many times faster" if is_crowded else ""
-    )
-    return f"{count}{device_name(device)}{threads}, {trainer.precision}{strategy}{busy}"
+    busy = f"; other programs use these cores (load {load:.1f}): trainer.threads=1 may be many times faster"
+    return f"{count}{device_name(device)}{threads}, {trainer.precision}{strategy}{busy if is_crowded else ''}"
 
 
 def unit_of(labels: Tensor) -> str:
@@ -209,7 +228,8 @@ def summarise(
     ``metrics``         the last value of every column of ``metrics.csv``, and of every other logged metric
     ==================  =====================================================================================
     """
-    rows, last = read_metrics(folder / "metrics.csv"), {name: float(value) for name, value in metrics.items()}
+    rows = read_metrics(folder / "metrics.csv")
+    last = {name: float(value) for name, value in metrics.items()}
     for row in rows:
         last |= {name: value for name, value in row.items() if value is not None and name != "step"}
     finite_metrics = {
@@ -238,10 +258,14 @@ def send_facts(trainer: L.Trainer, config: Mapping[str, Any], command: str | Non
             logger.experiment.define_metric("val_loss", summary="min")
 
 
-def wandb_id(folder: Path) -> dict[str, str]:
-    """Return the argument ``id`` of a ``WandbLogger`` that resumes the last run of Weights & Biases in ``folder``; {} without one."""
-    file = next(folder.glob("wandb/latest-run/run-*.wandb"), None)
-    return {} if file is None else {"id": file.stem.removeprefix("run-")}
+def resuming(loggers: Mapping[str, Part | None], folder: Path) -> dict[str, Part | None]:
+    """Return the parts of loggers. A ``WandbLogger`` gets the ``id`` of the last run in ``folder``, and so resumes it."""
+    resumed = dict(loggers)
+    for file in folder.glob("wandb/latest-run/run-*.wandb"):
+        for name, part in loggers.items():
+            if part is not None and isinstance(part.target, type) and issubclass(part.target, WandbLogger):
+                resumed[name] = part.with_(**{"id": file.stem.removeprefix("run-"), **part.arguments})
+    return resumed
 
 
 def wandb_loggers(trainer: L.Trainer) -> list[WandbLogger]:
@@ -268,13 +292,19 @@ def finish_wandb() -> Iterator[None]:
 
     A run that was open before is left open.
     """
-    before, code = _wandb_run(), 3
+    before = _wandb_run()
+    code = 3
     try:
         yield
         code = 0
-    except BaseException as error:
-        signal_number = 2 if isinstance(error, KeyboardInterrupt) else getattr(error, "number", None)
-        code = 2 if isinstance(error, ConfigError) else 3 if signal_number is None else 128 + signal_number
+    except ConfigError:
+        code = 2
+        raise
+    except KeyboardInterrupt:
+        code = 130
+        raise
+    except StoppedError as error:
+        code = 128 + error.number
         raise
     finally:
         if _wandb_run() is not None and before is None:

@@ -28,11 +28,12 @@ from minitx.data.datamodule import DataModule, open_data
 from minitx.data.task import Task, kept_generators
 from minitx.training.callbacks import check_whole_weights
 from minitx.training.checkpoints import load_start
-from minitx.training.devices import check_accelerator, cpu_precision, device_of, local_parts, parallelize
+from minitx.training.devices import check_accelerator, cpu_precision, device_of, local_parts
 from minitx.training.loggers import describe_part
 from minitx.training.net import Net, build_network
 from minitx.training.optimizers import build_optimizer, check_strategy, describe_decay
 from minitx.training.run import build_all, check_evaluation, log_on_rank_zero, with_objects
+from minitx.training.sharding import parallelize
 from minitx.training.trainer import quiet_lightning
 
 
@@ -47,14 +48,15 @@ def show_plan(
     config = with_objects(config, batch_size, model=model, data=data)
     options = config.trainer
     check_accelerator(options.accelerator)
-    is_sharded, count = options.strategy == "sharded", options.world_size
+    is_sharded = options.strategy == "sharded"
+    count = options.world_size
     with quiet_lightning(), kept_generators(torch.device("cpu")):
         start = load_start(config.init_from)
         tokenizer = None if start is None else start.tokenizer_for(config.data)
         rows = open_data(config.data, options, seed=config.seed, tokenizer=tokenizer)
         network = build_without_numbers(config.model, rows, options.precision)
         net = Net.of(network)
-        check_evaluation(config.evaluation, rows.task, net if is_sharded and config.model.is_object else None)
+        check_evaluation(config, rows.task, net)
         callbacks = build_all(config.callbacks, "callbacks", L.Callback, folder=Path(), rows=rows, seed=config.seed)
         check_whole_weights(callbacks, is_sharded=is_sharded)
         decay = describe_decay(build_optimizer(config.optimizer, network, head_dim=net.head_dim), network)
@@ -185,7 +187,8 @@ def _states(network: nn.Module, part: Part, strategy: str) -> list[list[Tensor]]
     for group in optimizer.param_groups:
         if group.get("fused"):  # not fused: the states are the same, but a fused kernel needs a real device
             group["fused"] = False
-    trained, loss = [parameter for parameter in network.parameters() if parameter.requires_grad], torch.zeros(())
+    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    loss = torch.zeros(())
 
     def closure() -> Any:
         for parameter in trained:

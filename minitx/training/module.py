@@ -15,17 +15,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import lightning.pytorch as L
 import torch
-from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
@@ -35,10 +29,11 @@ from minitx.data.datamodule import DataModule
 from minitx.data.task import Batch, Task, seed_device
 from minitx.nn.precision import widest_float
 from minitx.nn.transfer import to_host
-from minitx.training.checkpoints import network_weights, read_checkpoint, write_checkpoint
+from minitx.training.checkpoints import network_weights
 from minitx.training.devices import (
+    is_sharded,
+    largest_of_all,
     local_parts,
-    parallelize,
     set_gradient_sync,
     sum_over_rows,
     total_norm,
@@ -53,7 +48,7 @@ from minitx.training.objectives import (
     checked_sums,
     validation_sums,
 )
-from minitx.training.optimizers import build_optimizer, check_strategy, skips_on_device
+from minitx.training.optimizers import build_optimizer, check_strategy, keep_dtypes, skips_on_device
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +133,9 @@ class TrainingModule(L.LightningModule):
         self._resumed: dict[str, Any] | None = None  # the checkpoint, until training starts
 
     def configure_model(self) -> None:
-        if self.device_mesh is not None and not any(isinstance(p, DTensor) for p in self.network.parameters()):
+        if self.device_mesh is not None and not any(map(is_sharded, self.network.parameters())):
+            from minitx.training.sharding import parallelize
+
             parallelize(self.network, self.device_mesh["data_parallel"], self.net.layers(self.options.shard))
 
     def configure_optimizers(self) -> Any:
@@ -246,15 +243,17 @@ class TrainingModule(L.LightningModule):
         Raises:
             UnusedParametersError: DDP has no gradient of a parameter, or FSDP2 has one in some processes only.
         """
-        step, world = self.global_step, self.trainer.world_size
+        step = self.global_step
         trained = {name: weight for name, weight in self.network.named_parameters() if weight.requires_grad}
         if self.reached is not None:
             unused = [name for name, weight in trained.items() if weight not in self.reached]
             remedy = f"and DDP waits for them: set trainer.strategy={FIND_UNUSED}"
-        elif isinstance(self.trainer.strategy, Sharded) and step % self.options.log_every == 0:
-            has_gradient = torch.tensor([int(weight.grad is not None) for weight in trained.values()], device=self.device)
-            counts = sum_over_rows(self.trainer, has_gradient).tolist()
-            unused = [name for name, count in zip(trained, counts, strict=True) if count not in (0, world)]
+        elif self.options.strategy == "sharded" and step % self.options.log_every == 0:
+            has_gradient = [int(weight.grad is not None) for weight in trained.values()]
+            largest = largest_of_all(self.trainer, *has_gradient, *(-number for number in has_gradient))
+            unused = [
+                name for name, most, least in zip(trained, largest, largest[len(trained) :], strict=False) if most != -least
+            ]
             remedy = "in some processes only, which FSDP2 cannot train: use trainer=ddp"
         else:
             return
@@ -277,7 +276,7 @@ class TrainingModule(L.LightningModule):
 
     def on_validation_start(self) -> None:
         self.raise_if_nonfinite()
-        if isinstance(self.trainer.strategy, Sharded):  # as in DDP: batch-norm statistics differ between processes
+        if self.options.strategy == "sharded":  # as in DDP: batch-norm statistics differ between processes
             for buffer in self.network.buffers():
                 torch.distributed.broadcast(buffer, src=0)
 
@@ -292,7 +291,8 @@ class TrainingModule(L.LightningModule):
     test_step = validation_step
 
     def on_validation_epoch_end(self) -> None:
-        means, monitor = self._log_means("val"), self.options.monitor
+        means = self._log_means("val")
+        monitor = self.options.monitor
         logged = {**self.trainer.callback_metrics, **means}
         for schedule in [entry.scheduler for entry in self.trainer.lr_scheduler_configs]:
             if not isinstance(schedule, ReduceLROnPlateau) or self.trainer.sanity_checking:
@@ -313,7 +313,7 @@ class TrainingModule(L.LightningModule):
         self._validation = {}
         count = totals.pop("count")
         if not count:
-            log.warning("the %s rows have no loss: all labels are %d", split, IGNORED)
+            log.warning("the %s rows have no loss: none of their labels counts", split)
         means = {f"{split}_{'accuracy' if name == 'correct' else name}": value / count for name, value in totals.items()}
         if split == "val" and count and not math.isfinite(means["val_loss"]):
             raise NonFiniteValidationError(self.global_step, float(means["val_loss"]), float(self.grad_norm))
@@ -429,7 +429,9 @@ def build_module(
         ConfigError: the model cannot be called with the data, or the objective or an optimizer rule does not match the model.
     """
     seed_device(seed)
-    net, sums, row = Net.of(network), build_objective(objective), data.probe_batch(1)
+    net = Net.of(network)
+    sums = build_objective(objective)
+    row = data.probe_batch(1)
     if isinstance(sums, CrossEntropy):
         check_labels(data.task)
     make_optimizer = partial(build_optimizer, optimizer, head_dim=net.head_dim)
@@ -457,116 +459,7 @@ def check_labels(task: Task) -> None:
         for label in labels:
             number = label.item() if getattr(label, "ndim", None) == 0 else label
             is_wrong = isinstance(number, bool | float) or (isinstance(number, int) and not 0 <= number < classes)
-            require(
-                not is_wrong or number == IGNORED,
-                f"{task.name}: labels must be classes from 0 to {classes - 1}, or {IGNORED} where they do not count, got {number}",
-            )
-
-
-# --- checkpoints and sharding
-
-_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
-
-
-class AtomicCheckpointIO(CheckpointIO):
-    """Read and write Lightning's checkpoints atomically, and without pickled code (``read_checkpoint``, ``write_checkpoint``)."""
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        write_checkpoint(checkpoint, path)
-
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
-        return read_checkpoint(path)
-
-    def remove_checkpoint(self, path: Any) -> None:
-        Path(path).unlink(missing_ok=True)
-
-
-class Sharded(ModelParallelStrategy):
-    """Lightning's strategy for FSDP2, with one unsharded checkpoint that a run on one device can also read and write.
-
-    As in torch, optimizer states are numbered in the order of the parameter groups. Lightning numbers them in the order of the
-    module's parameters. With several groups the orders differ, and moments would be assigned to the wrong parameters.
-    """
-
-    def __init__(self, num_processes: int) -> None:
-        super().__init__(data_parallel_size=num_processes, tensor_parallel_size=1, save_distributed_checkpoint=False)
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        assert self.model is not None
-        state = get_optimizer_state_dict(self.model, _torch_optimizer(optimizer), options=_WHOLE)
-        return by_number(state) if state else state  # empty except on rank 0
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint into the sharded model and optimizers."""
-        assert self.model is not None
-        checkpoint = read_checkpoint(self.broadcast(checkpoint_path))
-        whole = StateDictOptions(full_state_dict=True)
-        load_whole(self.model, checkpoint["state_dict"])
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            if not state["state"]:  # SGD without momentum: set_optimizer_state_dict fails without tensors
-                for group, stored in zip(_torch_optimizer(optimizer).param_groups, state["param_groups"], strict=True):
-                    group.update({name: value for name, value in stored.items() if name != "params"})
-                continue
-            names: Any = get_optimizer_state_dict(self.model, _torch_optimizer(optimizer), options=whole)["param_groups"]
-            set_optimizer_state_dict(self.model, _torch_optimizer(optimizer), by_name(state, names), options=whole)
-        return checkpoint
-
-
-def by_number(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert an optimizer's state from parameter names to numbers, counted from 0 through the groups as in torch."""
-    return _renamed(state, {name: number for number, name in enumerate(_parameters_of(state["param_groups"]))})
-
-
-def by_name(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Convert an optimizer's state from numbers to the parameter names in ``groups``. The inverse of ``by_number``."""
-    return _renamed(state, dict(zip(_parameters_of(state["param_groups"]), _parameters_of(groups), strict=True)))
-
-
-def _parameters_of(groups: Sequence[Mapping[str, Any]]) -> list[Any]:
-    return [parameter for group in groups for parameter in group["params"]]
-
-
-def _renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
-    groups = [{**group, "params": [names[old] for old in group["params"]]} for group in state["param_groups"]]
-    return {"state": {names[old]: moments for old, moments in state["state"].items()}, "param_groups": groups}
-
-
-def keep_dtypes(
-    optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], dtypes: Mapping[nn.Parameter, torch.dtype | None]
-) -> None:
-    """Restore the saved dtypes of the state of ``optimizer``.
-
-    ``Optimizer.load_state_dict`` casts every tensor except ``step`` to the dtype of its parameter. For example, it would round
-    ``mu_product`` of ``NAdam`` from float32 to bfloat16, and the resumed run would differ.
-
-    Args:
-        saved: the saved state.
-        dtypes: the dtype of each parameter when the state was saved. A state tensor with that dtype is cast as in torch.
-    """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for number, parameter in enumerate(parameters):
-        for name, value in saved["state"].get(number, {}).items():
-            loaded = optimizer.state[parameter].get(name)
-            is_cast = isinstance(value, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != value.dtype
-            if is_cast and value.dtype != dtypes[parameter]:
-                optimizer.state[parameter][name] = part_of(value.to(loaded.device), loaded)
-
-
-def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-
-
-@torch.no_grad()
-def load_whole(network: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load unsharded tensors (the same on all processes). Each process copies its shard. The inverse of ``whole_state``."""
-    for name, local in network.state_dict().items():  # torch's set_model_state_dict skips shared parameters
-        local.copy_(part_of(state[name].to(local.device, local.dtype), local))
-
-
-def part_of(whole: Tensor, local: Tensor) -> Tensor:
-    """Return this process's shard of ``whole``, with the sharding of ``local``."""
-    return (
-        distribute_tensor(whole, local.device_mesh, local.placements, src_data_rank=None)
-        if isinstance(local, DTensor)
-        else whole
-    )
+            if is_wrong and number != IGNORED:
+                raise ConfigError(
+                    f"{task.name}: labels must be classes from 0 to {classes - 1}, or {IGNORED} where they do not count, got {number}"
+                )

@@ -238,7 +238,8 @@ def build_objective(part: Part) -> Objective:
         )
     if not type(objective).__module__.startswith("torch.nn."):
         return objective
-    reduction, ignored = getattr(objective, "reduction", None), getattr(objective, "ignore_index", IGNORED)
+    reduction = getattr(objective, "reduction", None)
+    ignored = getattr(objective, "ignore_index", IGNORED)
     require(
         reduction == "sum",
         f"objective.reduction={reduction} must be sum: minitx divides by the number of targets of the whole step, on all devices",
@@ -270,7 +271,8 @@ class TorchLoss(nn.Module):
             ConfigError: the shapes of logits and labels do not match the kind of loss, or the loss returns one number for
                 several labels.
         """
-        labels, name = batch["labels"], type(self.loss).__name__
+        labels = batch["labels"]
+        name = type(self.loss).__name__
         shapes = f"logits of shape {tuple(logits.shape)} and labels of shape {tuple(labels.shape)}"
         if isinstance(self.loss, _OF_CLASSES):
             require(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from minitx.config import ConfigError, ParameterRule, Part, evaluate_factor
 from minitx.config.schema import Bound, Count, NotNegative, Positive, Share, require
 from minitx.nn.precision import widest_float
-from minitx.training.devices import is_sharded
+from minitx.training.devices import is_sharded, part_of
 
 Rules = tuple[ParameterRule, ...]
 
@@ -95,9 +95,8 @@ def muon(
     """
     options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "eps": eps, "rules": rules, "head_dim": head_dim}
     groups = parameter_groups(network, matrix_lr=matrix_lr, **options)
-    trained = [p for group in groups if "matrix" in group for p in group["params"] if p.requires_grad]  # type: ignore[attr-defined]
     require(
-        bool(trained),
+        any(p.requires_grad for group in groups if "matrix" in group for p in group["params"]),  # type: ignore[attr-defined]
         f"optimizer=muon needs a trainable torch.nn.Linear other than heads, but {type(network).__name__} has none: use optimizer=adamw",
     )
     optimizer = Muon(groups, betas=betas, momentum=momentum, steps=ns_steps)
@@ -164,9 +163,9 @@ def role_of(network: nn.Module, name: str) -> str:
     >>> [role_of(norms, name) for name, _ in norms.named_parameters()]
     ['norms', 'biases', 'weights', 'biases']
     """
-    path, _, own = name.rpartition(".")
+    path, _, last = name.rpartition(".")
     owner = network.get_submodule(path)
-    if "bias" in own:
+    if "bias" in last:
         return "biases"
     if isinstance(owner, nn.Embedding):
         return "embeddings"
@@ -180,13 +179,13 @@ def describe_decay(optimizer: torch.optim.Optimizer, network: nn.Module) -> str:
 
     >>> network = nn.Linear(3, 5)
     >>> describe_decay(adamw(network, weight_decay=0.1), network)
-    'weight decay 0.1: 1 weights; 0: 1 biases'
+    'weight decay 0.1: weights (1); 0: biases (1)'
     """
     names = {parameter: name for name, parameter in network.named_parameters()}
     counts: dict[float, Counter[str]] = defaultdict(Counter)
     for group in optimizer.param_groups:
         counts[group.get("weight_decay", 0.0)].update(role_of(network, names[p]) for p in group["params"] if p in names)
-    listed = (f"{decay:g}: {', '.join(f'{n} {role}' for role, n in roles.items())}" for decay, roles in counts.items())
+    listed = (f"{decay:g}: {', '.join(f'{role} ({n})' for role, n in roles.items())}" for decay, roles in counts.items())
     return f"weight decay {'; '.join(listed)}" if len(counts) > 1 else ""
 
 
@@ -444,7 +443,8 @@ class Muon(torch.optim.Optimizer):
         go = 1.0
         for p in params:
             self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-        buffers, momentum = [self.state[p]["momentum_buffer"] for p in params], group["momentum"]
+        buffers = [self.state[p]["momentum_buffer"] for p in params]
+        momentum = group["momentum"]
         if (stop := self.found_inf) is not None:  # interpolating a buffer towards itself leaves it unchanged
             grads = [torch.where(stop.bool(), old, grad) for old, grad in zip(buffers, grads, strict=True)]
             go = 1.0 - stop.to(widest_float(stop.device))  # type: ignore[assignment]
@@ -453,3 +453,24 @@ class Muon(torch.optim.Optimizer):
         for p, update in zip(params, orthogonalise(updates, group["steps"]), strict=True):
             p.mul_(1.0 - group["lr"] * group["weight_decay"] * go)
             p.sub_(update * (group["lr"] * max(1.0, p.shape[-2] / p.shape[-1]) ** 0.5 * go))
+
+
+def keep_dtypes(
+    optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], dtypes: Mapping[nn.Parameter, torch.dtype | None]
+) -> None:
+    """Restore the saved dtypes of the state of ``optimizer``.
+
+    ``Optimizer.load_state_dict`` casts every tensor except ``step`` to the dtype of its parameter. For example, it would round
+    ``mu_product`` of ``NAdam`` from float32 to bfloat16, and the resumed run would differ.
+
+    Args:
+        saved: the saved state.
+        dtypes: the dtype of each parameter when the state was saved. A state tensor with that dtype is cast as in torch.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in enumerate(parameters):
+        for name, value in saved["state"].get(number, {}).items():
+            loaded = optimizer.state[parameter].get(name)
+            is_cast = isinstance(value, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != value.dtype
+            if is_cast and value.dtype != dtypes[parameter]:
+                optimizer.state[parameter][name] = part_of(value.to(loaded.device), loaded)

@@ -36,10 +36,11 @@ from minitx.config.schema import first_line
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Batch, Draw, Split, counting, kept_generators, num_targets, select_rows
 from minitx.nn.modes import evaluating
-from minitx.training.callbacks import StoppedError
+from minitx.training import StoppedError
 from minitx.training.checkpoints import load_weights, network_weights, read_checkpoint
 from minitx.training.devices import as_one_process, device_of
-from minitx.training.module import FIND_UNUSED, AtomicCheckpointIO, NonFiniteError, TrainingModule, few, reached_by_gradients
+from minitx.training.module import FIND_UNUSED, NonFiniteError, TrainingModule, few, reached_by_gradients
+from minitx.training.trainer import AtomicCheckpointIO
 
 log = logging.getLogger(__name__)
 
@@ -93,19 +94,22 @@ def prepare_for_unused(module: TrainingModule, reached: Sequence[set[nn.Paramete
     order, so they must belong to the same parameters in every process.
 
     Args:
-        reached: for several backward passes, the parameters that had a gradient afterwards.
+        reached: for several backward passes, the parameters that had a gradient afterwards. A pass without any, of a row without
+            targets, does not count.
 
     Raises:
         ConfigError: some passes reach a parameter and others do not, but the run shards the model.
     """
     options = module.options
     trained = {weight: name for name, weight in module.network.named_parameters() if weight.requires_grad}
-    unused = [name for weight, name in trained.items() if not all(weight in weights for weights in reached)]
-    sometimes = [name for weight, name in trained.items() if name in unused and any(weight in weights for weights in reached)]
+    passes = [weights for weights in reached if weights]
+    unused = {weight: name for weight, name in trained.items() if not all(weight in weights for weights in passes)}
+    sometimes = [name for weight, name in unused.items() if any(weight in weights for weights in passes)]
     if options.strategy == "sharded" and sometimes:
         raise ConfigError(f"model: {few(sometimes)} some rows, and FSDP2 cannot train such a model: use trainer=ddp")
     if unused and options.strategy != "sharded":
-        log.info("model: %s some rows: DDP looks for unused parameters in every step", few(unused))
+        rows = "some rows" if sometimes else "any row"
+        log.info("model: %s %s: DDP looks for unused parameters in every step", few([*unused.values()]), rows)
         module.options = dataclasses.replace(options, strategy=FIND_UNUSED)
 
 

@@ -27,19 +27,11 @@ from minitx.training import rank
 from minitx.training.callbacks import Averages, BestCheckpoint, LastCheckpoint, StepLog, StopAt, check_whole_weights, early_end
 from minitx.training.checkpoints import check_free, check_resumed, load_start, stored_state
 from minitx.training.devices import machine
-from minitx.training.loggers import (
-    describe_training,
-    finish_wandb,
-    run_folder,
-    send_facts,
-    summarise,
-    summary,
-    wandb_id,
-)
+from minitx.training.loggers import describe_training, finish_wandb, resuming, run_folder, send_facts, summarise, summary
 from minitx.training.module import FIND_UNUSED, NonFiniteError, TrainingModule, build_module, reached_by_gradients
 from minitx.training.net import Net, build_network, decided_fields, lent
 from minitx.training.rehearse import rehearse
-from minitx.training.trainer import build_trainer, check_arguments, epoch_hooks, quiet_lightning
+from minitx.training.trainer import build_trainer, check_extra, epoch_hooks, quiet_lightning
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +58,8 @@ def train(
         files: further text files to write to the folder, by name (``config.yaml``, ``command.txt``).
         model, data, objective: objects to use instead of the config's. Without ``data``, your own model is also
             trained on ``config.data``, by default the King James text. Load a checkpoint of your own model, or of a
-            model of minitx that was changed after its config built it, with ``load_model(path, model=...)``. The programs can only open data and objectives that a config names.
+            model of minitx that was changed after its config built it, with ``load_model(path, model=...)``. The programs can
+            only open data and objectives that a config names.
         batch_size: number of rows in a step, if ``data`` is a ``Task``. A ``LightningDataModule`` has its own batch size.
 
     Raises:
@@ -131,8 +124,8 @@ class Run:
         """
         module, rows, options = self.module, self.rows, self.module.options
         callbacks = build_callbacks(self, folder)
-        offered = {"save_dir": str(folder), **({} if self.ckpt_path is None else wandb_id(folder))}
-        loggers = [*build_all(self.loggers, "logger", Logger, **offered).values()]
+        parts = self.loggers if self.ckpt_path is None else resuming(self.loggers, folder)
+        loggers = [*build_all(parts, "logger", Logger, save_dir=str(folder)).values()]
         check_free(folder, self.ckpt_path)  # again, because another run may have started here in the meantime
         with run_folder(folder, files or {}), finish_wandb():
             trainer = build_trainer(options, folder, loggers, callbacks, self.done, checkpoints)
@@ -172,9 +165,8 @@ class Run:
 
     def _noting_gradients(self, trainer: L.Trainer) -> AbstractContextManager[set[nn.Parameter] | None]:
         """A context for ``module.reached``. Only DDP that does not look for unused parameters must know it."""
-        waits = isinstance(trainer.strategy, DDPStrategy) and trainer.world_size > 1
-        looks = self.module.options.strategy == FIND_UNUSED
-        return reached_by_gradients(self.module.network) if waits and not looks else nullcontext()
+        waits = isinstance(trainer.strategy, DDPStrategy) and self.module.options.strategy != FIND_UNUSED
+        return reached_by_gradients(self.module.network) if waits else nullcontext()
 
 
 # --- from the config to the run
@@ -188,10 +180,11 @@ def with_objects(config: RunConfig, batch_size: int, **objects: Any) -> RunConfi
     if not isinstance(model, nn.Module | None):
         raise ConfigError(f"model must be a torch.nn.Module, got {model!r:.60}")
     loading = {"data": {"batch_size": read(Count, batch_size, "batch_size")}}
-    check_arguments(config.trainer.extra)
+    check_extra(config.trainer.extra)
     import_modules(config.imports)
-    given = {name: value for name, value in objects.items() if value is not None}
-    parts: dict[str, Any] = {name: Part.of_object(value, name, **loading.get(name, {})) for name, value in given.items()}
+    parts: dict[str, Any] = {
+        name: Part.of_object(value, name, **loading.get(name, {})) for name, value in objects.items() if value is not None
+    }
     return dataclasses.replace(config, **parts)
 
 
@@ -209,9 +202,7 @@ def built(config: RunConfig) -> Iterator[Run]:
         with lent(network, options.precision):
             module = build_module(network, rows, config.objective, config.optimizer, config.schedule, options, config.seed)
             net = module.net
-            check_evaluation(
-                config.evaluation, rows.task, net if options.strategy == "sharded" and config.model.is_object else None
-            )
+            check_evaluation(config, rows.task, net)
             state = stored_state(to_dict(config), net.node(config.model, decided_fields(rows.task)), rows.task)
             yield Run(
                 module=module,
@@ -239,18 +230,17 @@ def open_parts(config: RunConfig) -> tuple[RunConfig, DataModule, nn.Module]:
     return dataclasses.replace(config, trainer=in_steps(config.trainer, rows)), rows, network
 
 
-def check_evaluation(evaluation: EvaluationConfig, task: Task, rebuilt: Net | None = None) -> None:
-    """Check that the evaluation after training is possible.
-
-    Args:
-        rebuilt: the network, if it is sharded and was passed from Python. The evaluation must rebuild it.
+def check_evaluation(config: RunConfig, task: Task, net: Net) -> None:
+    """Check that the evaluation after training is possible. It rebuilds a sharded network.
 
     Raises:
-        ConfigError: the data has no test split, or the network cannot be rebuilt.
+        ConfigError: the data has no test split, or a network from Python cannot be rebuilt.
     """
+    evaluation = config.evaluation
     if evaluation.test is not None and task.test is None:
         raise ConfigError(f"evaluation.test={evaluation.test}: the data has no test split")
-    if evaluation.at_end and rebuilt is not None and rebuilt.stored_node is None:
+    is_rebuilt = evaluation.at_end and config.trainer.strategy == "sharded"
+    if is_rebuilt and config.model.is_object and net.stored_node is None:
         raise ConfigError("evaluation.at_end with trainer.strategy=sharded needs a model that the config can rebuild")
 
 

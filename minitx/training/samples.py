@@ -19,8 +19,8 @@ from minitx.generation import Sampler, generate
 from minitx.nn.modes import evaluating
 from minitx.nn.transfer import to_device, to_host
 from minitx.training.callbacks import StepCallback
-from minitx.training.metrics_csv import add_records, drop_records
 from minitx.training.module import TrainingModule, hash_seed
+from minitx.training.records import add_records, drop_records
 
 log = logging.getLogger(__name__)
 

@@ -25,11 +25,25 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 
 from minitx.config import ConfigError, TrainerConfig
 from minitx.config.part import parameter_names
-from minitx.config.schema import defaults, first_line, require
+from minitx.config.schema import defaults, first_line
 from minitx.config.training import REPLACED
+from minitx.training.checkpoints import read_checkpoint, write_checkpoint
 from minitx.training.devices import cpu_precision, device_of
 from minitx.training.metrics_csv import MetricsFile
-from minitx.training.module import FIND_UNUSED, AtomicCheckpointIO, Sharded
+from minitx.training.module import FIND_UNUSED
+
+
+class AtomicCheckpointIO(CheckpointIO):
+    """Read and write Lightning's checkpoints atomically, and without pickled code (``read_checkpoint``, ``write_checkpoint``)."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        write_checkpoint(checkpoint, path)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
+        return read_checkpoint(path)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        Path(path).unlink(missing_ok=True)
 
 
 def build_trainer(
@@ -47,12 +61,10 @@ def build_trainer(
     Raises:
         ConfigError: Lightning does not accept the devices, the strategy, ``trainer.extra``, a plugin or the profiler.
     """
-    check_extra(options.extra)
     check_callbacks(callbacks)
     place = place_of(options)
-    place["plugins"] += [checkpoints or AtomicCheckpointIO()] + [
-        part.at(f"trainer.plugins[{i}]").build() for i, part in enumerate(options.plugins)
-    ]
+    plugins = [part.at(f"trainer.plugins[{i}]").build() for i, part in enumerate(options.plugins)]
+    place["plugins"] += [checkpoints or AtomicCheckpointIO(), *plugins]
     profiler = options.profiler and options.profiler.at("trainer.profiler").build(dirpath=folder, filename="profile")
     arguments = {
         **place,
@@ -95,34 +107,31 @@ def key_of_argument(name: str) -> str | None:
     return REPLACED.get(name, f"trainer.{name}" if name in defaults(TrainerConfig) else f"trainer.extra.{name}")
 
 
-def check_arguments(extra: Mapping[str, Any]) -> None:
-    """Refuse entries of ``trainer.extra`` that are not arguments of Lightning's Trainer, or that have a key of their own.
+def check_extra(extra: Mapping[str, Any]) -> None:
+    """Refuse entries of ``trainer.extra`` that Lightning's Trainer does not know, that have a key, or that have no effect.
 
     Raises:
         ConfigError: ``extra`` has such an entry. The message names the key, or a similar argument.
     """
     for name in sorted(extra):
         key = key_of_argument(name)
-        near = [key_of_argument(like) for like in difflib.get_close_matches(name, sorted(parameter_names(L.Trainer)), n=1)]
-        meant = f" (did you mean {near[0]}?)" if near else ""
-        require(key is not None, f"trainer.extra.{name} is not an argument of Lightning's Trainer{meant}")
-        require(key == f"trainer.extra.{name}", f"trainer.extra.{name} is not allowed: use {key}")
+        if key is None:
+            near = difflib.get_close_matches(name, sorted(parameter_names(L.Trainer)), n=1)
+            meant = f" (did you mean {key_of_argument(near[0])}?)" if near else ""
+            raise ConfigError(f"trainer.extra.{name} is not an argument of Lightning's Trainer{meant}")
+        if key != f"trainer.extra.{name}":
+            raise ConfigError(f"trainer.extra.{name} is not allowed: use {key}")
+        if name in NO_EFFECT:
+            raise ConfigError(f"trainer.extra.{name} has no effect{NO_EFFECT[name]}")
 
 
-def check_extra(extra: Mapping[str, Any]) -> None:
-    """Refuse arguments that have no effect on our training step or data.
+_OF_EPOCHS = ("limit_train_batches", "check_val_every_n_epoch", "min_epochs", "reload_dataloaders_every_n_epochs")
 
-    Raises:
-        ConfigError: ``extra`` has such an argument.
-    """
-    of_epochs = {"limit_train_batches", "check_val_every_n_epoch", "min_epochs", "reload_dataloaders_every_n_epochs"}
-    idle = {
-        "has no effect: the training step clips by norm": {"gradient_clip_algorithm"},
-        "has no effect on the data of a Task": {"use_distributed_sampler", *of_epochs},
-    }
-    for why, names in idle.items():
-        for name in sorted(names & set(extra)):
-            raise ConfigError(f"trainer.extra.{name} {why}")
+NO_EFFECT = {
+    "gradient_clip_algorithm": ": the training step clips by norm",
+    **dict.fromkeys(("use_distributed_sampler", *_OF_EPOCHS), " on the data of a Task"),
+}
+"""Arguments of Lightning's Trainer that have no effect on our training step or data, with the reason."""
 
 
 def validation_of(options: TrainerConfig) -> dict[str, Any]:
@@ -148,17 +157,21 @@ NOT_FOR_RUNS = {
 def check_callbacks(callbacks: Sequence[L.Callback]) -> None:
     """Raise a ConfigError if a callback is in ``NOT_FOR_RUNS``, or saves by a validation metric before the validation of its step."""
     for callback in callbacks:
-        if isinstance(callback, ModelCheckpoint) and (callback.monitor or "").startswith("val_"):
-            # these have no public attribute; pyproject.toml bounds the version of lightning
-            saves_before = callback._every_n_train_steps or callback._train_time_interval
-            require(
-                not saves_before,
+        if isinstance(callback, ModelCheckpoint) and _saves_early(callback):
+            raise ConfigError(
                 f"callbacks: {type(callback).__name__} with every_n_train_steps or train_time_interval saves before the validation of a step, "
-                f"so monitor={callback.monitor} would belong to earlier weights: remove them to save after each validation (trainer.val_every)",
+                f"so monitor={callback.monitor} would belong to earlier weights: remove them to save after each validation (trainer.val_every)"
             )
         for kind, reason in NOT_FOR_RUNS.items():
             if isinstance(callback, kind):
                 raise ConfigError(f"callbacks: {type(callback).__name__} {reason}")
+
+
+def _saves_early(callback: ModelCheckpoint) -> bool:
+    """Whether a callback saves by a validation metric, but not after a validation."""
+    # these have no public attribute; pyproject.toml bounds the version of lightning
+    by_steps = callback._every_n_train_steps or callback._train_time_interval
+    return bool(by_steps) and (callback.monitor or "").startswith("val_")
 
 
 def epoch_hooks(callbacks: Sequence[L.Callback]) -> list[str]:
@@ -183,6 +196,8 @@ def place_of(options: TrainerConfig) -> dict[str, Any]:
         plugins, precision = [*plugins, MixedPrecision("bf16-mixed", device.type)], None
     strategy: Strategy = SingleDeviceStrategy(device)  # for unknown devices Lightning would use the CPU
     if options.strategy == "sharded":
+        from minitx.training.sharding import Sharded
+
         strategy = Sharded(options.world_size)
     elif options.strategy.startswith("ddp") or options.world_size > 1:
         strategy = DDPStrategy(gradient_as_bucket_view=True, find_unused_parameters=options.strategy == FIND_UNUSED)

@@ -77,9 +77,7 @@ def _trusted_class(target: str, key: str) -> type:
         cls = vars(sys.modules[module]).get(name) if module in sys.modules else None
     if isinstance(cls, type):
         defined_in = cls.__module__
-        of_torch = (
-            defined_in.startswith(("torch.nn.", "torch.optim.")) and getattr(sys.modules[defined_in], cls.__name__, None) is cls
-        )
-        if of_torch or target in OURS:
+        of_torch = defined_in.startswith(("torch.nn.", "torch.optim."))
+        if target in OURS or (of_torch and getattr(sys.modules[defined_in], cls.__name__, None) is cls):
             return cls
     raise ConfigError(f"{key}._target_={target} in the checkpoint is not a trusted class; {_ADVICE}")

@@ -7,8 +7,9 @@ import logging
 from dataclasses import replace
 
 import pytest
-from pretended_runs import Here, StoppedError, comparable, grid, ran, run
+from pretended_runs import Here, StoppedError, comparable, grid, pretend, ran, run
 
+from minitx.ablation.design import settings
 from minitx.ablation.grid import cells, read_json_lines
 from minitx.config import ConfigError
 
@@ -49,6 +50,22 @@ def test_a_run_waits_for_the_one_it_starts_from_and_is_left_out_if_that_did_not_
     assert reasons(records) == {("second", 5): "the run that it starts from did not solve the task"}
     started = [r for r in records if r["study"] == "second" and r["status"] == "done"]
     assert len(started) == 8 and all(r["result"]["low"] == 0.1 for r in started)
+
+
+def test_runs_are_rehearsed_until_one_of_their_arm_is_done(tmp_path):
+    asked = []
+
+    def fails_at_first(words, *arguments):
+        asked.append((settings(words)["study"], settings(words)["arm"], arguments[-1]))
+        if len(asked) == 1:
+            raise ValueError("no luck")
+        return pretend(words, *arguments)
+
+    run(tmp_path, run_cell=fails_at_first)
+    arms = {arm[:2]: [rehearse for *other, rehearse in asked if tuple(other) == arm[:2]] for arm in asked}
+    first = asked[0][:2]
+    assert arms.pop(first)[:3] == [True, True, False]
+    assert all(rehearsed == [True] + [False] * (len(rehearsed) - 1) for rehearsed in arms.values())
 
 
 @pytest.mark.parametrize("workers", [1, 3])

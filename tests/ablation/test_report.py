@@ -56,11 +56,19 @@ def page(written):
     return (written / "report.html").read_text(encoding="utf-8")
 
 
+def write_texts(findings, folder, meta):
+    """Write a report whose figures are laid out and have a file each, but no content."""
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in ("png", "svg"):
+            patch.setattr(f"minitx.ablation.report.{kind}", lambda figure: b"")
+        return write_report(findings, folder, meta=meta)
+
+
 @pytest.fixture(scope="module")
 def whole_report(whole, tmp_path_factory):
     """The folder of the report of the whole fabricated grid."""
     folder = tmp_path_factory.mktemp("whole")
-    write_report(whole, folder, meta=META)
+    write_texts(whole, folder, META)
     return folder
 
 
@@ -89,7 +97,7 @@ def test_tables_show_what_limits_the_largest_rate_and_where_each_lies_between_it
         zip(SEEDS, (0.0117, 0.012, 0.0125, 0.014, 0.0153, 0.0157), strict=True)
     )  # from 0.012 to 0.015, and a bracket of 4.4 %
     found = made_up.findings("adamw", truth=Truth(spread=1.0, stable={("adamw", SCALED, "128", "all"): wholes}))
-    write_report(found, tmp_path, meta={})
+    write_texts(found, tmp_path, {})
     said = text_of((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert re.search(
         r"AdamW\s+d_k 128, trained all\s+0\.0133\s+0\.015\s+0\.06\s+0\.8\s+\(0\.8; 6 seeds, 96\.9%\)\s+5 of 6", said
@@ -101,7 +109,7 @@ def test_tables_show_what_limits_the_largest_rate_and_where_each_lies_between_it
 
 
 def test_a_grid_without_parts_has_neither_table(tmp_path):
-    write_report(made_up.findings("sgd"), tmp_path, meta={})
+    write_texts(made_up.findings("sgd"), tmp_path, {})
     assert "share of W_Q" not in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
@@ -315,7 +323,7 @@ def test_the_pages_are_in_chinese_with_the_same_numbers(page, whole_report, tmp_
     check_chinese((whole_report / "report.html").read_text(encoding="utf-8"))
     broken = made_up.of_the_scale("adamw", "null", seeds=4, truth=Truth(equal=False))
     for findings in (broken, made_up.findings("recall", truth=Truth(statuses={(None,) * 4: "missing"}))):
-        write_report(findings, tmp_path, meta=META)
+        write_texts(findings, tmp_path, META)
         check_chinese((tmp_path / "report.html").read_text(encoding="utf-8"))
 
 
@@ -330,6 +338,6 @@ def test_the_record_of_a_published_grid_gives_its_report_and_that_in_chinese(fol
     grid = compose_grid(["experiment=scaling_ablation", f"ablation={folder.name}"])
     with lzma.open(folder / "cells.jsonl.xz", "rt", encoding="utf-8") as lines:
         findings = judge(grid, Runs.of([cell.place for cell in cells(grid)], map(json.loads, lines)))
-    write_report(findings, tmp_path, meta=read_meta(folder / "launches.json"))
+    write_texts(findings, tmp_path, read_meta(folder / "launches.json"))
     assert (tmp_path / "summary.md").read_text(encoding="utf-8") == (folder / "summary.md").read_text(encoding="utf-8")
     check_chinese((tmp_path / "report.html").read_text(encoding="utf-8"), grid.note)

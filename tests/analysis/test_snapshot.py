@@ -9,7 +9,8 @@ from torch import nn
 from minitx.analysis import read_snapshots, take_snapshot
 from minitx.analysis.answers import Answer, Answers
 from minitx.analysis.snapshot import Tally, read_snapshot, snapshot_of_weights, typical_row, write_snapshot
-from minitx.nn import MultiHeadAttention, Padding
+from minitx.config import TransformerConfig
+from minitx.nn import MultiHeadAttention, Padding, build_model
 from tests.analysis.models import model_of, translation_of
 
 SOURCE, TARGET = torch.tensor([[1, 2, 3, 5, 7], [4, 4, 8, 0, 0]]), torch.tensor([[2, 4, 6], [2, 9, 0]])
@@ -85,6 +86,15 @@ def test_a_tensor_is_the_first_argument_of_a_model_or_a_layer():
     assert take_snapshot(model, SOURCE).ids["input_ids"].data_ptr() != SOURCE.data_ptr()
     cross = take_snapshot(layer, {"query": x, "key": torch.randn(2, 7, 12)})
     assert cross.sentence(1).maps[0].weights.shape == (1, 3, 5, 7) and set(cross.tokens) == {"query", "key"}
+
+
+def test_patches_have_no_place_where_changed_pixels_move_other_tokens():
+    sizes = {"image_size": 8, "patch_size": 4, "num_channels": 1, "num_labels": 3, "embed_dim": 12, "num_heads": 3}
+    model = build_model(TransformerConfig(architecture="vision", head="sequence", **sizes))
+    pixels = torch.randn(1, 1, 8, 12)
+    assert take_snapshot(model, {"pixel_values": pixels}).tokens["pixel_values"][0][-1] == "1,2"
+    model.embeddings.register_forward_hook(lambda module, args, tokens: tokens.flip(1))  # another order of the patches
+    assert take_snapshot(model, {"pixel_values": pixels}).tokens["pixel_values"][0] == [str(number) for number in range(7)]
 
 
 def test_a_sentence_without_its_padding_is_what_the_model_does_with_it_alone():

@@ -26,20 +26,6 @@ def loops_with_wide_scale(q, k, v):
     return output
 
 
-def softmax_along_heads(query, key, value, mask=None):
-    energy = torch.matmul(query, key.permute(0, 1, 3, 2)) / query.size(-1) ** 0.5
-    if mask is not None:
-        energy = energy.masked_fill(mask == 0, -1e10)
-    return torch.matmul(F.softmax(energy, dim=1), value)
-
-
-def mask_times_scores(q, k, v, attn_mask=None):
-    logits = q.matmul(k.transpose(-2, -1)).div(math.sqrt(k.shape[-1]))
-    if attn_mask is not None:
-        logits = logits * attn_mask
-    return logits.softmax(-1).matmul(v)
-
-
 class HeadsFromView(nn.Module):
     def __init__(self):
         super().__init__()
@@ -101,13 +87,6 @@ class MaskAfterSoftmax(nn.Module):
         if mask is not None:
             p = p * mask
         return self.W_o((p @ v).transpose(1, 2).flatten(2))
-
-
-def tiny_number_for_hidden(q, k, v, mask=None):
-    dots = q @ k.mT * q.shape[-1] ** -0.5
-    if mask is not None:
-        dots = dots + (1.0 - mask.to(dots.dtype)) * -1e-9
-    return dots.softmax(-1) @ v, dots.softmax(-1)
 
 
 def batch_length_heads_over_queries(q, k, v):
@@ -178,49 +157,6 @@ def keys_in_place_of_values(q, k, v):
     return (w @ k, w)
 
 
-def softmax_down_the_columns(q, k, v, mask=None):
-    s = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
-    if mask is not None:
-        s = s.masked_fill(mask == 0, float("-inf"))
-    return F.softmax(s, dim=-2) @ v
-
-
-def hides_the_diagonal(q, k, v, is_causal=False):
-    s = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
-    if is_causal:
-        s = s + torch.triu(torch.full(s.shape[-2:], float("-inf")))
-    return s.softmax(dim=-1) @ v
-
-
-def lower_triangle_hidden(q, k, v, is_causal=False):
-    s = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
-    if is_causal:
-        s = s.masked_fill(torch.ones(s.shape[-2:]).tril() == 1, float("-inf"))
-    return s.softmax(dim=-1) @ v
-
-
-def scores_copied_without_gradient(query, key, value, mask=None):
-    """As by loops over the first axes of ``query``: what ``key`` has beyond them is not read. It also ignores the mask."""
-    key, value = key[:, : query.shape[1]], value[:, : query.shape[1]]
-    scores = torch.tensor((query @ key.transpose(2, 3)).tolist(), dtype=query.dtype) / math.sqrt(query.shape[3])
-    return scores.softmax(-1) @ value
-
-
-class CausalTooEarly(nn.Module):
-    """triu without diagonal=1: a token does not see itself."""
-
-    def __init__(self):
-        super().__init__()
-        self.n_head = HEADS
-        self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        q, k, v = (t.unflatten(2, (self.n_head, -1)).transpose(1, 2) for t in self.c_attn(x).split(WIDTH, dim=2))
-        att = q @ k.mT / math.sqrt(q.size(-1))
-        att = att.masked_fill(torch.ones(x.size(1), x.size(1)).triu() == 1, -1e9)
-        return self.c_proj((att.softmax(-1) @ v).transpose(1, 2).flatten(2))
-
-
 def first_mask_for_all(q, k, v, mask=None):
     s = q @ k.mT / q.shape[-1] ** 0.5
     if mask is not None:
@@ -255,10 +191,6 @@ def one_later_token_from_upper_left(Q, K, V):
     return scores.masked_fill(torch.ones_like(scores).triu(2) == 1, float("-inf")).softmax(-1) @ V
 
 
-def returns_the_values(Q, K, V, mask=None):
-    return V
-
-
 def scores_with_the_values(Q, K, V, mask=None):
     scores = Q @ V.transpose(-2, -1) / math.sqrt(Q.size(-1))
     return (scores if mask is None else scores.masked_fill(mask == 0, float("-inf"))).softmax(-1) @ K
@@ -280,14 +212,11 @@ class NeverTransposes(nn.Module):
 BROKEN = {
     einsum_without_scale: "no scale",
     loops_with_wide_scale: "the scale is from all heads together",
-    softmax_along_heads: "softmax over the heads",
-    mask_times_scores: "hidden scores are 0",
     HeadsFromView: "heads are split by view without transpose",
     causal_from_upper_left: "the causal mask begins at the upper left",
     SeesOnlyTheFuture: "triu in place of tril",
     padding_on_the_queries: "the padding mask is applied to queries",
     MaskAfterSoftmax: "the mask is applied after the softmax",
-    tiny_number_for_hidden: "-1e-9 in place of -1e9",
     batch_length_heads_over_queries: "softmax over the queries",
     three_axes_divided_by_width: "divided by d_k, not by its root",
     DropoutInEvaluation: "dropout in evaluation",
@@ -296,17 +225,11 @@ BROKEN = {
     softmax_by_hand: "exp without subtracting the maximum",
     MergesWithoutTranspose: "heads are merged without transpose",
     keys_in_place_of_values: "the keys are mixed",
-    CausalTooEarly: "a token does not see itself",
     first_mask_for_all: "the first mask of the batch is used for all",
     matrices_over_columns: "softmax over the queries",
     mask_forgotten_when_causal: "the mask is ignored when causal",
-    softmax_down_the_columns: "softmax over the queries, and -inf",
-    hides_the_diagonal: "a token does not see itself, and the causal mask begins at the upper left",
-    scores_copied_without_gradient: "torch.tensor copies the scores without their gradient",
-    lower_triangle_hidden: "a token sees later tokens alone",
     square_triangle_with_one_later_token: "a token sees the next one; only as many keys as queries",
     one_later_token_from_upper_left: "a token sees the next one, and the causal mask begins at the upper left",
-    returns_the_values: "the weights are not used",
     scores_with_the_values: "keys and values are swapped",
     NeverTransposes: "heads are never transposed",
 }

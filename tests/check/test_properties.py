@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from minitx.check.properties import compare, hidden_tokens, later_tokens, linear_gap, rounding, slope_gap
+from minitx.check.properties import compare, hidden_tokens, later_tokens, rounding
 from minitx.config import TransformerConfig
 from minitx.nn import DecoderLM, Encoder
+from tests.lattice.gaps import linear_gap, slope_gap
 
 SIZES = {"vocab_size": 31, "embed_dim": 24, "num_heads": 3, "num_layers": 2}
 ROWS = {"input_ids": torch.arange(4, 26).view(2, 11), "key_mask": torch.arange(22).view(2, 11) % 11 > 3}

@@ -3,8 +3,11 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
+
+import lightning.pytorch as L
 
 from tests.waiting import PATIENCE
 
@@ -18,6 +21,13 @@ LISTENING = (
     "import runpy, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
     "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')",
 )
+
+
+class Slow(L.Callback):
+    """Waits a little in each step, so that a signal comes before the end."""
+
+    def on_train_batch_start(self, *_: object) -> None:
+        time.sleep(0.1)
 
 
 def start(

@@ -15,7 +15,7 @@ from minitx.data.tokenizers import Tokenizer
 from minitx.generation import Sampler, beam_search, generate
 from minitx.interop.conversations import TEMPLATE, ChatFormat
 from minitx.training.checkpoints import load_model, write_checkpoint
-from minitx.training.metrics_csv import read_records
+from minitx.training.records import read_records
 from tests.cli.conftest import SHORT, assert_named, put
 from tests.cli.processes import start
 from tests.data.conftest import SPACE, beginning_with_a_space

@@ -4,6 +4,8 @@ import json
 import math
 import os
 import signal
+import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from minitx.training import rank
 from minitx.training.metrics_csv import read_metrics
 from tests.cli.conftest import RESULT, losses
 from tests.cli.conftest import TINY as ALONE
-from tests.cli.processes import OF_LAUNCHERS, run, start
+from tests.cli.processes import OF_LAUNCHERS, ROOT, run, start
 from tests.waiting import PATIENCE, wait_for
 
 TINY = (*ALONE, "trainer=ddp_cpu", "trainer.val_batches=1", "trainer.val_every=0", "trainer.log_every=5")
@@ -92,6 +94,34 @@ def test_under_nohup_the_processes_go_on_when_the_terminal_closes(monkeypatch, t
     assert ["SIGHUP" in each.signals_to_handle for each in seen] == [False, True]
 
 
+def test_a_run_of_several_processes_is_resumed_in_its_folder_and_not_repeated_there(cli, place, monkeypatch):
+    launched = []
+
+    def launch(words, processes, folder):
+        launched.append(words)
+        (folder / "result.json").write_text(json.dumps(RESULT))
+
+    monkeypatch.setattr("minitx.cli.train.launch", launch)
+    (place / "run").mkdir()
+    (place / "run" / "metrics.csv").write_text("step\n1\n")
+    words = [*TINY, "output_dir=run"]
+    assert cli(*words, "ckpt_path=last").code == 0
+    assert "ckpt_path=last" in launched[0]
+    said = cli(*words)
+    assert said.code == 2 and "ckpt_path=last" in said.err
+    assert len(launched) == 1
+
+
+def test_a_process_whose_launcher_is_gone_stops_as_by_sigterm(monkeypatch):
+    parents, stopped = iter([1, 1, 2]), threading.Event()
+    monkeypatch.setattr(os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(
+        os, "kill", lambda process, number: (process, number) == (os.getpid(), signal.SIGTERM) and stopped.set()
+    )
+    launch.stop_with_parent()
+    assert stopped.wait(PATIENCE)
+
+
 def rank_of(folder, parent):
     """The rank of the process whose folder in /proc this is; None for one that ``parent`` did not start."""
     try:
@@ -102,19 +132,36 @@ def rank_of(folder, parent):
     return next((int(one[5:]) for one in settings if one.startswith(b"RANK=")), None) if child else None
 
 
-@pytest.mark.release
-def test_a_process_that_dies_ends_the_others_with_the_reason(tmp_path):
-    words = [*TINY, "trainer.max_steps=10000000", "trainer.ckpt_every=100000", "output_dir=run"]
-    process, metrics = start(words, tmp_path), tmp_path / "run" / "metrics.csv"
-    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, process)
-    ranks = {rank_of(folder, process.pid): int(folder.name) for folder in Path("/proc").glob("[0-9]*")}
-    assert ranks.pop(None) and set(ranks) == {0, 1}
-    os.kill(ranks[1], signal.SIGKILL)
-    _, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 3
-    assert "process 1" in err and "SIGKILL" in err
-    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
+@pytest.mark.slow
+def test_a_run_whose_process_dies_or_that_is_preempted_ends_in_a_sentence_and_resumes_to_the_same_losses(tmp_path):
+    words, metrics = (
+        [*TINY, "trainer.max_steps=60", "trainer.log_every=1", "trainer.ckpt_every=4"],
+        tmp_path / "run" / "metrics.csv",
+    )
+
+    def hit(number, rank, *more):
+        """Send a signal to the launcher, or to a process of the run after some steps; its exit code and last words."""
+        slow = ["+callbacks.slow._target_=tests.cli.processes.Slow", "imports=[tests.cli.processes]"]
+        done = metrics.read_text().count("\n") if metrics.exists() else 0
+        process = start([*words, *slow, "output_dir=run", *more], tmp_path, PYTHONPATH=str(ROOT))
+        wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > done + 6, process)
+        ranks = {rank_of(folder, process.pid): int(folder.name) for folder in Path("/proc").glob("[0-9]*")}
+        assert ranks.pop(None) and set(ranks) == {0, 1}
+        os.kill(process.pid if rank is None else ranks[rank], number)
+        _, err = process.communicate(timeout=PATIENCE)
+        assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
+        return process.returncode, err
+
+    code, err = hit(signal.SIGKILL, 1)
+    assert code == 3 and "process 1" in err and "SIGKILL" in err
     assert sorted(p.name for p in (tmp_path / "run" / "logs").iterdir()) == ["rank_0.log", "rank_1.log"]
+    code, err = hit(signal.SIGUSR1, None, "ckpt_path=last")
+    assert code == 138 and "stopped by SIGUSR1" in err
+    code, _, err = run([*words, "output_dir=run", "ckpt_path=last"], tmp_path)
+    assert code == 0, err
+    code, _, err = run([*words, "output_dir=whole"], tmp_path)
+    assert code == 0, err
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("other", [-signal.SIGTERM, 128 + signal.SIGTERM, 3])
@@ -126,6 +173,14 @@ def test_a_killed_process_is_the_reason_also_where_all_end_in_one_second(other, 
             failure.timestamp = 1
         said = launch._failure(failures, tmp_path)
         assert said.code == 3 and f"process {victim}" in str(said) and "SIGKILL" in str(said)
+
+
+def test_a_lost_connection_is_not_the_reason_where_another_process_has_one(tmp_path):
+    failures = {n: ProcessFailure(n, 1, 3, str(tmp_path / "none")) for n in (0, 1)}
+    for number, reason in ((0, launch.LOST), (1, "model: a gets no gradient")):
+        failures[number].timestamp = number
+        failures[number].error_file_data = {"message": {"message": reason}}
+    assert str(launch._failure(failures, tmp_path)) == "model: a gets no gradient"
 
 
 def test_a_sweeper_is_told_nan_of_a_diverged_run_on_several_devices(cli, place, monkeypatch):
@@ -140,23 +195,36 @@ def test_a_sweeper_is_told_nan_of_a_diverged_run_on_several_devices(cli, place, 
     assert json.loads((place / "wild" / "result.json").read_text())["nonfinite_step"] is not None
 
 
-@pytest.mark.long
-def test_torchrun_and_srun_share_one_folder(tmp_path):
-    words = [*TINY, "trainer.max_steps=5"]
-    for name in ("torchrun", "srun"):
+@pytest.mark.release
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_torchrun_and_srun_train_on_one_node_and_on_two_as_one_process_does(tmp_path, nodes):
+    """Two nodes are two groups of processes, which know each other only by what torchrun and srun tell them."""
+    words = [*TINY, "trainer.max_steps=5", f"trainer.num_nodes={nodes}"]
+    for name in ("torchrun", "srun", "one"):
         (tmp_path / name).mkdir()
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    code, _, err = run(words, tmp_path / "torchrun", by=torchrun, OMP_NUM_THREADS="1")
-    assert code == 0, err
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    meeting = [f"--nnodes={nodes}", "--rdzv-id=job", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", *meeting)
+    agents = [start(words, tmp_path / "torchrun", by=torchrun, OMP_NUM_THREADS="1") for _ in range(nodes)]
     # Lightning makes a port of the job's number: two suites on one machine must not have the same
-    job = {"JOB_ID": os.getpid(), "NTASKS": 2, "NTASKS_PER_NODE": 2, "NODELIST": "localhost", "JOB_NAME": "train", "NNODES": 1}
-    ranks = [{**job, "NODEID": 0, "PROCID": i, "LOCALID": i} for i in (0, 1)]
+    job = {
+        "JOB_ID": os.getpid(),
+        "NTASKS": 2 * nodes,
+        "NTASKS_PER_NODE": 2,
+        "NODELIST": "localhost",
+        "JOB_NAME": "train",
+        "NNODES": nodes,
+    }
+    ranks = [{**job, "NODEID": i // 2, "PROCID": i, "LOCALID": i % 2} for i in range(2 * nodes)]
     slurm = [{f"SLURM_{name}": str(value) for name, value in rank.items()} for rank in ranks]
     tasks = [start(words, tmp_path / "srun", **names) for names in slurm]
-    for task in tasks:
-        _, err = task.communicate(timeout=PATIENCE)
-        assert task.returncode == 0, err
-    (one,), (other,) = (list((tmp_path / name).rglob("metrics.csv")) for name in ("torchrun", "srun"))
-    assert losses(one.parent) == losses(other.parent)
-    for metrics in (one, other):
-        assert len(list((metrics.parent / "logs").iterdir())) == 2
+    alone = start([*TINY, "trainer=cpu", "trainer.max_steps=5", "output_dir=run"], tmp_path / "one")
+    for process in (*agents, *tasks, alone):
+        _, err = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 0, err
+    one, by_torchrun, by_srun = (next((tmp_path / name).rglob("metrics.csv")).parent for name in ("one", "torchrun", "srun"))
+    assert losses(by_torchrun) == losses(by_srun) == pytest.approx(losses(one), rel=1e-5)
+    for folder in (by_torchrun, by_srun):
+        assert len(list((folder / "logs").iterdir())) == 2 * nodes

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from minitx.cli.compose import compose_config
 from minitx.config import ConfigError, RunConfig, TrainerConfig, TransformerConfig, to_dict
 from minitx.training.checkpoints import load_model, write_checkpoint
 from minitx.training.metrics_csv import read_metrics
 from minitx.training.run import train
-from tests.cli.conftest import assert_named, copy_example, losses
+from tests.cli.conftest import TINY, assert_named, copy_example, losses
 from tests.cli.processes import run
 
 SHORT = ("trainer.max_steps=6", "trainer.val_every=3", "trainer.log_every=1", "trainer.accelerator=cpu", "callbacks.progress=false")  # fmt: skip
@@ -243,9 +244,10 @@ def test_from_python_a_run_is_not_replaced_but_goes_on(project, monkeypatch):
 
 
 def test_what_python_gives_of_another_kind_is_named(project):
+    config = compose_config(TINY)
     for name, given in {"config": {}, "model": "net", "data": [1], "objective": 3}.items():
         with pytest.raises(ConfigError, match=f"^{name}"):
-            train(**{"config": RunConfig(), "folder": "run", name: given})
+            train(**{"config": config, "folder": "run", name: given})
     assert not (project / "run").exists()
 
 

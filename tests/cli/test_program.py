@@ -22,7 +22,7 @@ from minitx.cli.export import ExportConfig
 from minitx.cli.generate import GenerateConfig
 from minitx.cli.train import default_folder
 from minitx.cli.view import ViewConfig
-from minitx.training.callbacks import StoppedError
+from minitx.training import StoppedError
 from minitx.training.metrics_csv import COLUMNS, read_metrics
 from tests.cli.conftest import RESULT, TINY, losses, put
 from tests.cli.processes import ROOT, start
@@ -162,7 +162,7 @@ def test_a_letter_that_the_output_has_not_is_its_number_or_what_the_locale_asks(
     assert exit_code(lambda: write("· \udcff")) == 0 and sys.stdout.buffer.getvalue() == said
 
 
-@pytest.mark.parametrize(("stop", "code"), [(StoppedError(signal.SIGTERM, 3), 143), (KeyboardInterrupt, 130)])
+@pytest.mark.parametrize(("stop", "code"), [(StoppedError(signal.SIGTERM, " after step 3"), 143), (KeyboardInterrupt, 130)])
 def test_a_signal_ends_the_whole_sweep_and_leaves_no_empty_folder(cli, monkeypatch, place, stop, code):
     seen = []
 

@@ -11,9 +11,9 @@ from minitx.config.part import parameter_names
 from minitx.config.schema import defaults
 from minitx.config.training import REPLACED
 from minitx.training.run import train
-from minitx.training.trainer import check_arguments
+from minitx.training.trainer import NO_EFFECT, check_extra
 
-ARGUMENTS = sorted(parameter_names(L.Trainer))
+ARGUMENTS = sorted(parameter_names(L.Trainer) - {*NO_EFFECT})
 
 
 def refused(check, argument):
@@ -39,11 +39,18 @@ QUICK = ("gradient_clip_val", "devices", "detect_anomaly", "max_time", "logger")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ARGUMENTS])
 def test_an_argument_of_lightnings_trainer_is_passed_on_or_refused_with_the_key_to_use(name):
     extra, has_key = f"trainer.extra.{name}", name in defaults(TrainerConfig)
-    key = refused(check_arguments, {name: 1})
+    key = refused(check_extra, {name: 1})
     assert key is None or (key != extra and exists(key))
     assert (key is None) == (name not in REPLACED and not has_key)
     if name in REPLACED:
         assert refused(compose_config, [f"trainer.{name}=1"]) == key
+
+
+@pytest.mark.parametrize("name", NO_EFFECT)
+def test_an_argument_without_an_effect_is_refused_with_the_reason(name):
+    assert name in parameter_names(L.Trainer)
+    with pytest.raises(ConfigError, match=rf"^trainer\.extra\.{name} has no effect{NO_EFFECT[name]}$"):
+        check_extra({name: 1})
 
 
 def test_what_is_replaced_are_arguments_of_lightnings_trainer():

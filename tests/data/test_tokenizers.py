@@ -275,20 +275,17 @@ def test_other_added_tokens_are_still_read(tmp_path):
     assert load_tokenizer(tmp_path).encode("a    b").tolist()[1] == spaces
 
 
-@pytest.mark.parametrize("place", ["tokenizer_config.json", "special_tokens_map.json"])
-def test_the_marks_that_a_folder_names_come_before_those_with_a_usual_name(place, tmp_path, caplog):
-    words = ["<pad>", "<s>", "</s>", "<|begin|>", "<|end|>", "the"]
+def test_a_mark_that_a_folder_names_may_be_a_word_and_marks_that_are_found_by_name_are_told(tmp_path, caplog):
+    words = ["<pad>", "<s>", "</s>", "<|end|>", "the"]
     theirs = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="the"))
-    theirs.add_special_tokens(words[:4])  # the end mark is a word of the vocabulary
+    theirs.add_special_tokens(words[:3])
     theirs.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / place).write_text(
-        json.dumps({"bos_token": {"content": "<|begin|>"}, "eos_token": "<|end|>", "mask_token": "[M]"})
-    )
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "mask_token": "[M]"}))
     with caplog.at_level("INFO"):
         found = load_tokenizer(tmp_path)
-    assert found.mark_ids == {"pad": 0, "bos": 3, "eos": 4, "cls": 1}
-    assert "found by name: pad=<pad>, cls=<s>" in caplog.text
-    assert found.decode([4, 5], skip_marks=True) == "the"
+    assert found.mark_ids == {"pad": 0, "bos": 1, "eos": 3, "cls": 1}
+    assert "found by name: pad=<pad>, bos=<s>, cls=<s>" in caplog.text
+    assert found.decode([3, 4], skip_marks=True) == "the"
 
 
 def test_an_id_without_a_token_is_no_text_and_does_not_part_its_neighbours_from_their_spaces():

@@ -2,7 +2,6 @@
 
 import datetime
 import itertools
-from pathlib import Path
 
 import pytest
 
@@ -93,18 +92,6 @@ def test_files_of_pairs_are_read(file, name):
     train, val = both_of(load(path=file[name], **extra.get(name, {})))
     assert sorted(train + val) == sorted(zip(SOURCES, TARGETS, strict=True))
     assert len(val) == 3
-
-
-@pytest.mark.parametrize("side", ["path", "target_path"])
-def test_a_carriage_return_within_a_line_of_parallel_files_is_refused(file, write_text, side):
-    values = {"path": file["a.en"], "target_path": file["a.de"]}
-    values[side] = write_text(
-        Path(values[side]).read_text(encoding="utf-8").replace("s 5\n", "s\r5\n").replace("e 5\n", "e\r5\n"), "b.txt"
-    )
-    with pytest.raises(ConfigError, match=rf"^data\.{side}=.* has a carriage return within line 6"):
-        load(**values)
-    values = {key: write_text("\r\n".join(lines), f"{key}.txt") for key, lines in zip(values, (SOURCES, TARGETS), strict=True)}
-    assert len(load(**values).train) == 28
 
 
 def test_a_file_of_its_own_validates_in_its_order_and_a_source_lies_in_one_split(file, write_text):

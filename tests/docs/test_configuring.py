@@ -1,6 +1,7 @@
 """``docs/configuring.md`` is what the dataclasses, the signatures and the YAML files say, and they say it of every key."""
 
 import dataclasses
+import functools
 
 import configuring_page as made
 import pytest
@@ -17,6 +18,7 @@ def test_every_key_has_a_meaning_and_no_other_word_has_one(place, cls):
     assert set(made.explained(cls)) <= {field.name for field in dataclasses.fields(cls)}
 
 
+page = functools.cache(made.page)
 TARGETS = made.targets("objective", "optimizer", "schedule", "data")
 
 
@@ -24,7 +26,7 @@ TARGETS = made.targets("objective", "optimizer", "schedule", "data")
 def test_every_argument_of_a_target_has_a_meaning_and_stands_below_its_option(option):
     target, positional = TARGETS[option], made.by_position(option.partition("=")[0])
     found = {key.name: key.meaning for key in made.arguments(target, positional)}
-    part = made.page().partition(f"### `{option}`\n")[2].partition("\n#")[0]
+    part = page().partition(f"### `{option}`\n")[2].partition("\n#")[0]
     assert [name for name, meaning in found.items() if not meaning or f"`{name}" not in part] == []
     assert set(made.explained(target)) - set(made.FROM_THE_RUN) == set(found) - set(made.FROM_THE_RUN)
 
@@ -35,4 +37,4 @@ def test_every_option_says_what_it_is(group):
 
 
 def test_the_committed_page_is_what_the_generator_writes():
-    assert made.PAGE.read_text(encoding="utf-8") == made.page(), "run make docs, or python tests/docs/configuring_page.py"
+    assert made.PAGE.read_text(encoding="utf-8") == page(), "run make docs, or python tests/docs/configuring_page.py"

@@ -23,8 +23,8 @@ from minitx.analysis.statistics import real_keys
 from minitx.interop import adopt_hf, release_hf
 from minitx.interop.adopt import adopted_cores
 from minitx.nn import MultiHeadAttention, Padding, fold_scale, is_recomputing, set_scale, swap_attention
-from minitx.training.devices import parallelize
 from minitx.training.net import Net
+from minitx.training.sharding import parallelize
 from tests.interop.families import (
     BESIDE,
     DECODERS,
@@ -321,6 +321,8 @@ def test_of_two_models_made_from_one_config_object_one_is_adopted_and_released()
     with pytest.raises(RuntimeError, match=r"call adopt_hf\(model\)"):
         answer(three)
     assert torch.equal(answer(adopt_hf(three)), answer(two)) and len(adopted_cores(two)) == 2
+    torch.testing.assert_close(answer(release_hf(three)), answer(two), atol=1e-5, rtol=1e-4)
+    assert len(adopted_cores(two)) == 2
 
 
 def test_a_container_of_two_adopted_models_is_released_and_a_part_of_a_model_is_refused():
@@ -394,11 +396,10 @@ def test_fsdp_shards_each_layer_of_a_model_of_transformers(name, is_adopted, pro
     assert_near(found, wanted)
 
 
-@pytest.mark.parametrize("implementation", ["static", "dynamic"])
-@pytest.mark.parametrize(
-    "name",
-    ["GPT2", "Llama", "T5", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Mistral", "Gemma2", "GptOss", "Bart"))],
-)
+@pytest.mark.parametrize(("name", "implementation"), [
+    *(("GPT2", "static"), ("Llama", "dynamic"), ("T5", "static")),
+    *(pytest.param(name, kind, marks=pytest.mark.slow) for name in ("Mistral", "Gemma2", "GptOss", "Bart") for kind in ("static", "dynamic")),
+])  # fmt: skip
 def test_caches_of_every_kind_and_beams_give_what_the_model_gives(name, implementation):
     model, (inputs, _) = eager(name), inputs_of(name, pad="left")
     inputs.pop("decoder_input_ids", None)

@@ -92,8 +92,7 @@ def both_tokenizers(tmp_path_factory):
 TURNS = ["system: be brief", "user:  1+1?\n", "assistant: 2 ", "user: thanks", "assistant: né"]
 
 
-@pytest.mark.parametrize("prompt", [False, True])
-@pytest.mark.parametrize("chat", [TURNS, TURNS[1:], TURNS[1:4], TURNS[:2]], ids=len)
+@pytest.mark.parametrize(("chat", "prompt"), [(TURNS, False), (TURNS[1:], True)], ids=["whole", "prompt"])
 @pytest.mark.parametrize("name", [*PLAIN, *GENERATION])
 def test_a_template_writes_what_transformers_writes_and_its_marks_decide_what_counts(both_tokenizers, name, chat, prompt):
     (theirs, ours), said, template = both_tokenizers, turns(*chat), (PLAIN | GENERATION)[name]
@@ -213,6 +212,20 @@ def test_a_call_counts_up_to_its_end_mark_whether_its_tags_are_added_tokens_or_w
     assert [theirs.id_to_token(id) for id in ids[counted]] == 2 * wanted
 
 
+THOUGHTS = "{% for m in messages %}{{ m.role }} {% if loop.last %}think {% endif %}{{ m.content }} <end> {% endfor %}"
+
+
+def test_an_added_token_ends_an_answer_also_where_a_template_drops_thoughts_of_earlier_messages():
+    words = ["<unk>", "</s>", "<end>", "user", "assistant", "think", "hi", "yes"]
+    theirs = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    theirs.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    theirs.add_special_tokens(["</s>"])
+    theirs.add_tokens(["<end>"])
+    chat = turns("user: hi", "assistant: yes", "user: hi", "assistant: yes")
+    ids, counted = ChatFormat(THOUGHTS, Tokenizer(theirs.to_str())).encode(chat)
+    assert [theirs.id_to_token(id) for id in ids[counted]] == ["yes", "<end>", "yes", "<end>"]
+
+
 @pytest.mark.parametrize("content", ["[inst]", "[INST]", "＜/s＞"])
 def test_a_content_is_no_special_token_also_where_the_normaliser_makes_it_its_name(content):
     theirs = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in enumerate("[]</>instok")}, []))
@@ -248,13 +261,14 @@ def test_the_marks_of_a_template_are_those_that_the_tokenizers_folder_names(tmp_
 
 BROKEN = ["{% for m in messages %}", "{{ raise_exception('no') }}", "{% for m in messages %}{{ m.content }}\n{% endfor %}"]
 BROKEN += ["{{ messages[0].content | length }}"]
+BROKEN += ["{% for m in messages %}{{ eos_token }}{{ m.role }}: {{ m.content }}{% endfor %}"]  # the next message ends an answer
 UNSAFE = ["{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}"]
 
 
 @pytest.mark.parametrize("template", [*BROKEN, *UNSAFE])
 def test_a_template_that_cannot_be_used_is_refused(tokenizer, template):
     with pytest.raises(ConfigError, match=r"^data\.template "):
-        ChatFormat(template, tokenizer).encode([*CHAT, CHAT[2]])
+        ChatFormat(template, tokenizer).encode([*CHAT, *CHAT[2:4]])
 
 
 @pytest.fixture

@@ -34,13 +34,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from minitx import nn as mx
-from minitx.check.properties import linear_gap, slope_gap
 from minitx.check.reference import gradient_sizes, naive_attention, tolerance
 from minitx.nn import backends
 from minitx.nn.backends import chunked, flex
 from minitx.nn.bias import as_bias, tensors_of
 from tests import pretend
 from tests.lattice.engine import Lattice, Oracle, Point, Refusal, Where, run
+from tests.lattice.gaps import linear_gap, slope_gap
 
 DTYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16, "f16": torch.float16}
 SHAPES = {  # B, L, S; the plain one tells the two ends of a sequence apart

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import io
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,6 +35,20 @@ def program(name: str, words: list[str]) -> tuple[int, str]:
         contextlib.redirect_stderr(printed),
     ):
         return importlib.import_module(f"minitx.cli.{name}").main(), printed.getvalue()
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[list[list[int]]]:
+    """The ids that models read inside of this context, one list for each call."""
+    read: list[list[int]] = []
+
+    def record(module: nn.Module, args: tuple[Any, ...]) -> None:
+        ids = args[0].flatten().tolist() if isinstance(module, nn.Embedding) else []
+        if ids != [*range(len(ids))]:  # a position is no id
+            read.append(ids)
+
+    with nn.modules.module.register_module_forward_pre_hook(record):
+        yield read
 
 
 def network_of(module: Any) -> nn.Module:

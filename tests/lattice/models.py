@@ -40,6 +40,7 @@ from minitx.interop import (
 from minitx.interop.finetune import merged
 from minitx.nn import fold_scale, set_scale
 from minitx.nn.changes import changes_of
+from minitx.training.optimizers import adamw
 from tests.lattice.engine import KnownFault, Lattice, Oracle, Point, Refusal, run
 from tests.lattice.networks import (
     CAUSAL,
@@ -52,8 +53,10 @@ from tests.lattice.networks import (
     OURS,
     PAIRS,
     PRECISIONS,
+    REGISTERS,
     VOCAB,
     WITH_PIXELS,
+    WITH_REGISTERS,
     WITHOUT_BACKENDS,
     WRAPPERS,
     Subject,
@@ -490,8 +493,9 @@ def a_snapshot_is_what_capture_sees(s: Subject) -> None:
     if "pixel_values" in snapshot.tokens:  # the places of patches are those of the image, which is not a square
         (_, _, height, width), side = s.inputs()["pixel_values"].shape, IMAGES["patch_size"]
         grid = [f"{row},{column}" for row in range(height // side) for column in range(width // side)]
+        registers = [f"register {number}" for number in range(REGISTERS if s.name == WITH_REGISTERS else 0)]
         named = snapshot.tokens["pixel_values"][0]
-        assert named[-len(grid) :] == grid and named[: -len(grid)] in ([], ["cls"]), f"the tokens are named {named}"
+        assert named in (grid, ["cls", *registers, *grid]), f"the tokens are named {named}"
 
 
 def hidden_states_are_the_input_of_the_head(s: Subject) -> None:
@@ -503,6 +507,27 @@ def hidden_states_are_the_input_of_the_head(s: Subject) -> None:
 
 
 # Oracles: weights and files
+
+
+def weight_decay_spares_norms_biases_and_vectors(s: Subject) -> None:
+    """A norm is what does not notice that its input is three times as large, whatever its name and its axes."""
+    decays = {p: group["weight_decay"] for group in adamw(s.model, weight_decay=0.1).param_groups for p in group["params"]}
+    for name, parameter in s.model.named_parameters():
+        path, _, own = name.rpartition(".")
+        is_spared = parameter.dim() < 2 or "bias" in own or _is_norm(s.model.get_submodule(path), parameter)
+        found, wanted = decays[parameter], 0.0 if is_spared else 0.1
+        assert found == wanted, f"{name} of shape {tuple(parameter.shape)} has a weight decay of {found}, not {wanted}"
+
+
+def _is_norm(module: nn.Module, parameter: Tensor) -> bool:
+    if isinstance(module, nn.Linear | nn.Embedding | nn.ModuleDict | nn.ParameterDict):
+        return False
+    x = torch.linspace(-9, 7, 5 * parameter.numel(), dtype=torch.float64).view(5, *parameter.shape).to(parameter.dtype)
+    try:
+        once, thrice = (module(factor * x).double() for factor in (1, 3))
+    except Exception:  # it reads something else
+        return False
+    return torch.allclose(once, thrice, rtol=0.02, atol=0.02) and not torch.equal(once, torch.zeros_like(once))
 
 
 def a_state_dict_brings_the_model_back(s: Subject) -> None:
@@ -678,7 +703,7 @@ def adoption_passes_its_own_check(s: Subject) -> None:
 # The tables
 
 EVALUATION = {"mode": "eval"}
-TEXT_OF_HF = joined([name for name in FAMILIES if name != "hf_vit"])
+TEXT_OF_HF = joined([name for name in FAMILIES if name != WITH_REGISTERS])
 HF = joined(FAMILIES)
 COMPILE = joined(COMPILED)
 PADDED = "left|right|inside"
@@ -687,13 +712,13 @@ CANNOT_FOLD = (
     {"model": joined(WITHOUT_BACKENDS, "modern", "yarn", "typed_pair")},  # no dot products, or QK-norm
     {"model": "log_length", "change": "!scale"},  # no fixed scale
     {"change": "learned_scale|qk_norm"},
-    {"wrapper": "lora|weight_norm", "model": "!hf_qwen3"},  # whose norms of queries and keys take the factor
-    {"wrapper": "quantised", "model": "!hf_qwen3|hf_gpt2"},  # torch quantises nn.Linear, and GPT-2 has it in the head alone
+    {"wrapper": "lora|weight_norm", "model": "!hf_per_head"},  # whose norms of queries and keys take the factor
+    {"wrapper": "quantised", "model": "!hf_per_head|hf_gpt2"},  # torch quantises nn.Linear, and GPT-2 has it in the head alone
     {"wrapper": "fsdp", "model": HF},
 )
 OTHER_WEIGHTS = {"wrapper": joined(COMPILED, "functional_call")}
 """The weights of the call are not the module's, or their change compiles again."""
-CACHED = joined(DECODERS, PAIRS, [name for name in FAMILIES if name not in ("hf_bert", "hf_vit")])
+CACHED = joined(DECODERS, PAIRS, [name for name in FAMILIES if name not in ("hf_bert", WITH_REGISTERS)])
 COUNTS_PADDING = {"model": "hf_gpt2|hf_bert", "rows": "left|inside"}
 """transformers counts padding as positions here."""
 GAPS = {"model": HF, "rows": "inside"}
@@ -807,6 +832,7 @@ ORACLES = (
         [{"model": joined(OURS)}],
         [{"wrapper": "!none|deepcopy|pickle|torch_save|frozen"}],
     ),
+    Oracle(weight_decay_spares_norms_biases_and_vectors, [{"mode": "train", "wrapper": "none|deepcopy|frozen|lora"}]),
     Oracle(a_state_dict_brings_the_model_back, [{"wrapper": "!quantised|compile|inductor|ddp|fsdp|functional_call"}]),
     Oracle(
         a_folder_of_transformers_brings_the_model_back,

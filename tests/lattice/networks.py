@@ -80,6 +80,7 @@ IMAGE_MODELS: dict[str, dict[str, Any]] = {
 KINDS = {"decoder": DECODERS, "encoder": ENCODERS, "encoder_decoder": PAIRS, "vision": IMAGE_MODELS}
 OURS = {name: {"architecture": kind, **options} for kind, models in KINDS.items() for name, options in models.items()}
 
+WITH_REGISTERS, REGISTERS = "hf_vit_registers", 3
 SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 48}
 TEXT = {**SMALL, "vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LOCAL = {**TEXT, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 5}
@@ -90,7 +91,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "hf_llama": ("LlamaForCausalLM", {**TEXT, "num_key_value_heads": 2}),
     "hf_gemma2": ("Gemma2ForCausalLM", {**LOCAL, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
-    "hf_qwen3": ("Qwen3ForCausalLM", LOCAL),
+    "hf_per_head": ("CohereForCausalLM", {**TEXT, "num_key_value_heads": 2, "use_qk_norm": True}),  # norms (heads, head_dim)
     "hf_gpt_oss": ("GptOssForCausalLM", {**LOCAL, "num_local_experts": 2, "num_experts_per_tok": 2}),
     "hf_bert": ("BertForMaskedLM", TEXT),
     "hf_t5": (
@@ -105,7 +106,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "decoder_start_token_id": 0,
         },
     ),
-    "hf_vit": ("ViTForImageClassification", {**SMALL, "image_size": (8, 12), "patch_size": 4, "num_labels": 5}),
+    WITH_REGISTERS: (
+        "Dinov2WithRegistersForImageClassification",
+        {**SMALL, "image_size": 8, "patch_size": 4, "num_register_tokens": REGISTERS, "num_labels": 5},
+    ),
 }
 ATTENTION_DROPOUT = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop", "dropout_rate")
 
@@ -141,9 +145,9 @@ def joined(*groups: Any) -> str:
     return "|".join(name for group in groups for name in ([group] if isinstance(group, str) else group))
 
 
-CAUSAL = joined(DECODERS, PAIRS, "hf_gpt2", "hf_llama", "hf_gemma2", "hf_qwen3", "hf_gpt_oss", "hf_t5")
+CAUSAL = joined(DECODERS, PAIRS, "hf_gpt2", "hf_llama", "hf_gemma2", "hf_per_head", "hf_gpt_oss", "hf_t5")
 WITH_TARGET = joined(PAIRS, "hf_t5")
-WITH_PIXELS = joined(IMAGE_MODELS, "hf_vit")
+WITH_PIXELS = joined(IMAGE_MODELS, WITH_REGISTERS)
 OF_ROWS = joined("bert_rows", "mean_rows", WITH_PIXELS)
 """Models that answer once a row."""
 
@@ -199,6 +203,8 @@ def _family(point: Mapping[str, str]) -> nn.Module:
     rates = dict.fromkeys(names & set(ATTENTION_DROPOUT), rate)
     rates |= dict.fromkeys(names & {"resid_pdrop", "embd_pdrop", "hidden_dropout_prob"}, 0.0)
     model = cls(cls.config_class(**options, **rates))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.endswith(".mask_token"))  # for pretraining alone
     for module in model.modules():  # the decoder of T5 has a config of its own
         if hasattr(module, "config"):
             module.config.use_cache = False  # under autocast, a cache makes float32 of all values; checkpointing allows none
@@ -270,7 +276,7 @@ class Subject:
             torch.save(model, file)
             model = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
         elif wrapper == "functional_call":
-            self.parameters = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+            self.parameters = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
             return lambda **inputs: torch.func.functional_call(model, dict(self.parameters), (), inputs), model
         elif wrapper == "frozen":
             trained = next(model.parameters())
@@ -445,7 +451,7 @@ def _shard(model: nn.Module) -> None:
     """Shard a model as a run with ``trainer.strategy=fsdp`` does, over the one process of a group."""
     from torch.distributed.device_mesh import DeviceMesh
 
-    from minitx.training.devices import parallelize
     from minitx.training.net import Net
+    from minitx.training.sharding import parallelize
 
     parallelize(model, DeviceMesh("cpu", [0]), Net.of(model).layers())

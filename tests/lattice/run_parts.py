@@ -146,6 +146,14 @@ class Diary(Logger):
         pass
 
 
+class TwoModes(torch.optim.SGD):
+    """An optimizer that has other weights for evaluation than for training, as schedule-free ones have."""
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
 @dataclass
 class Record:
     """What a run did: its first weights, the batches of each step, and those of its last validation and of its test.

@@ -82,7 +82,10 @@ OTHERS = {
     "data.val_target_path=HOME/others.de data.test_path=HOME/test.en data.test_target_path=HOME/test.de",
     "chat": "data.val_path=HOME/other_chats.jsonl",
 }
-"""Words for validation rows of a file of their own. Sentence pairs are then in two files of lines."""
+"""Words for validation rows of a file of their own. Sentence pairs are then in two files of lines, which end in two ways."""
+
+TORN = "data.path=HOME/torn.en data.target_path=HOME/pairs.de data.test_path=null"
+"""Sentence pairs in two files of lines, with a carriage return within two lines of one of them."""
 
 WITH_TOKENIZER = ("text", "packed", "padded", "stream", "masked", "classify", "pairs", "chat")
 SHAPES = {
@@ -92,11 +95,12 @@ SHAPES = {
     "pictures": "model.architecture=vision model.head=sequence model.image_size=8 model.patch_size=4",
 }
 SIZES = "model.embed_dim=8 model.num_heads=2 model.num_layers=2 model.ffn_dim=16 model.max_len=128 model.init=lecun"
-NETWORKS = {"ours": SIZES, "own": f"model._target_={PARTS}.OwnModel", "hf": "model=hf model.path=HOME/llama"}
-NETWORKS["lora"] = "model=hf model.path=HOME/llama model.adopt=true model.lora=2"
+NETWORKS = {"ours": SIZES, "own": f"model._target_={PARTS}.OwnModel", "hf": "model=hf"}
+NETWORKS["lora"] = "model=hf model.adopt=true model.lora=2"
 OF_TRANSFORMERS = ("hf", "lora")
 OPTIMIZERS = {name: f"optimizer={name} optimizer.weight_decay=0.1" for name in ("adamw", "sgd", "muon")}
 OPTIMIZERS |= {name: f"optimizer._target_=torch.optim.{name}" for name in ("Adam", "NAdam", "SGD")}
+OPTIMIZERS["two_modes"] = f"optimizer._target_={PARTS}.TwoModes"
 RULES = {
     "none": "",
     "frozen": 'optimizer.rules=[{match: "token|patch_proj", trainable: false}]',
@@ -151,7 +155,7 @@ OPTIONS = {
 AXES: dict[str, dict[str, str]] = {
     "data": DATA,
     "network": NETWORKS,
-    "files": {"one": "", "others": ""},
+    "files": {"one": "", "others": "", "torn": TORN},
     "accumulate": {"1": "", "2": "trainer.accumulate=2", "3": "trainer.accumulate=3"},
     "precision": PRECISIONS,
     "compile": {"no": "", "yes": "trainer.compile=true"},
@@ -188,18 +192,35 @@ def home() -> Path:
     write_lines(folder / "documents.jsonl", *(json.dumps({"text": text}) for text in documents))
     write_lines(folder / "others.jsonl", *(json.dumps({"text": text[::-1]}) for text in documents[:20]))
     words = re.findall(r"\w+", POEM)
-    for name, numbers in {"table": range(60), "others": OF_OTHERS}.items():
-        rows = [f"{words[i % 17]} {words[i % 13]} {i},{'ab'[i % 2]}" for i in numbers]
+    for name, (numbers, labels) in {
+        "table": (range(60), "ab"),
+        "source": (range(60), "0ab"),
+        "others": (OF_OTHERS, "ab"),
+    }.items():
+        rows = [f"{words[i % 17]} {words[i % 13]} {i},{labels[i % len(labels)]}" for i in numbers]
         write_lines(folder / f"{name}.csv", "text,label", *rows)
     for name, numbers in {"pairs": range(60), "test": range(60, 70), "others": OF_OTHERS}.items():
-        write_lines(folder / f"{name}.tsv", "source\ttarget", *(f"{i}\t{i * 7 % 97}" for i in numbers))
-        write_lines(folder / f"{name}.en", *(str(i) for i in numbers))
+        write_lines(folder / f"{name}.tsv", *(f"{i}\t{i * 7 % 97}" for i in numbers))
+        write_lines(folder / f"{name}.en", *(f"{i}\r" for i in numbers))
         write_lines(folder / f"{name}.de", *(str(i * 7 % 97) for i in numbers))
     for name, numbers in {"chats": range(60), "other_chats": OF_OTHERS}.items():
         chats = [[{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": str(i * 7)}] for i in numbers]
         write_lines(folder / f"{name}.jsonl", *(json.dumps({"messages": chat}) for chat in chats))
-    train_tokenizer("char", [POEM + "0123456789:"], marks=["pad", "eos", "cls"]).save(folder / "tokenizer.json")
+    write_lines(folder / "torn.en", *("5\r5" if i in (20, 30) else str(i) for i in range(60)))
+    train_tokenizer("char", [POEM + "0123456789:"], marks=["pad", "bos", "eos", "cls"]).save(folder / "tokenizer.json")
+    for name, marks in NAMED.items():
+        (folder / name).write_text(json.dumps(marks), encoding="utf-8")
     return folder
+
+
+NAMED = {
+    "tokenizer_config.json": {"bos_token": {"content": "<eos>"}, "eos_token": "<bos>"},
+    "special_tokens_map.json": {"eos_token": "<cls>", "pad_token": {"content": "<cls>"}, "cls_token": "<pad>"},
+}
+"""The marks that the folder of the tokenizer names. None is the one that has this role by its name; the first file has priority."""
+
+MARKS = {"begin": "<eos>", "end": "<bos>", "class": "<pad>", "pad": "<cls>"}
+"""The marks of this tokenizer that begin and end a document, begin a text to be classified, and stand for padding."""
 
 
 def write_lines(path: Path, *lines: str) -> None:
@@ -207,23 +228,28 @@ def write_lines(path: Path, *lines: str) -> None:
 
 
 @functools.cache
-def llama(dropout: float) -> None:
-    """Makes the model of Hugging Face."""
+def llama(kind: str, dropout: float) -> Path:
+    """Makes a model of Hugging Face, and returns its folder. A classifier numbers the labels b and a."""
     import transformers
 
-    from minitx.data.tokenizer_folder import load_tokenizer
-
-    folder = home() / ("llama_dropout" if dropout else "llama")
-    tokenizer = load_tokenizer(home() / "tokenizer.json")
-    marks = {f"{name}_token_id": tokenizer.mark_ids[name] for name in ("pad", "eos")}
+    folder = home() / f"{kind}_{dropout}"
+    ids = json.loads((home() / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
+    marks = {"bos_token_id": ids[MARKS["begin"]], "eos_token_id": ids[MARKS["end"]], "pad_token_id": ids[MARKS["pad"]]}
     sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    labels = {"id2label": dict(enumerate(FOLDERS_LABELS)), "label2id": {name: i for i, name in enumerate(FOLDERS_LABELS)}}
     config = transformers.LlamaConfig(
-        vocab_size=tokenizer.vocab_size, **sizes, **marks, bos_token_id=None, initializer_range=0.3, attention_dropout=dropout
+        vocab_size=len(ids), **sizes, **marks, **labels, initializer_range=0.3, attention_dropout=dropout
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    shutil.copy(home() / "tokenizer.json", folder)
+        getattr(transformers, kind)(config).save_pretrained(folder)
+    for name in ("tokenizer.json", *NAMED):
+        shutil.copy(home() / name, folder)
+    return folder
+
+
+FOLDERS_LABELS, STORED_LABELS = "ba", "0ab"
+"""The labels of a head in its order: of the folder of a classifier, and of the checkpoint that a classifier starts from."""
 
 
 # --- the subject
@@ -285,7 +311,8 @@ class Run:
         if network == "ours":
             lines.append(SHAPES.get(data, ""))
         elif network in OF_TRANSFORMERS:
-            llama(0.1 if dropout else 0.0)
+            kind = "LlamaForSequenceClassification" if data == "classify" else "LlamaForCausalLM"
+            lines.append(f"model.path={llama(kind, 0.1 if dropout else 0.0)}")
         if data in WITH_TOKENIZER:
             lines.append(f"data.tokenizer={'HOME/tokenizer.json' if network in OF_TRANSFORMERS else 'char'}")
         if point["files"] == "others":
@@ -294,8 +321,8 @@ class Run:
             source(data, network)
         line = " ".join(lines).replace("NAME", f"{data}-{network}").replace("HOME", str(home()))
         line = line.replace("SLICE", str(12 // (int(point["accumulate"]) * int(point["processes"]))))
-        if network in OF_TRANSFORMERS and dropout:
-            line = line.replace("model.dropout=0.2", f"model.path={home() / 'llama_dropout'}")
+        if network in OF_TRANSFORMERS:  # its config has the dropout
+            line = line.replace("model.dropout=0.2", "")
         return list({word.partition("=")[0]: word for word in _words_of(line)}.values())  # the last word of a key
 
     def whole(self, **changes: str) -> Finished:
@@ -381,9 +408,10 @@ def _new_folder() -> Path:
 
 @functools.cache
 def source(data: str, network: str) -> None:
-    """Trains two steps of the plain point, whose weights others start from."""
+    """Trains two steps of the plain point, whose weights others start from. A classifier has one more label."""
     point = {**RUNS.plain, "data": data, "network": network}
-    inside.train_by([*Run(point).words(), "trainer.max_steps=2"], home() / "sources" / f"{data}-{network}")
+    other = [f"data.path={home() / 'source.csv'}"] if data == "classify" else []
+    inside.train_by([*Run(point).words(), *other, "trainer.max_steps=2"], home() / "sources" / f"{data}-{network}")
 
 
 @contextlib.contextmanager
@@ -539,6 +567,9 @@ def logits_of(network: nn.Module, batch: Mapping[str, Any], dtype: torch.dtype) 
     rows = []
     for row, own in enumerate(documents):
         real = torch.ones_like(own, dtype=torch.bool) if key_mask is None else key_mask[row].bool()
+        if batch["labels"].dim() == 1:
+            rows.append(network(input_ids=ids[row, real][None], use_cache=False).logits[0])
+            continue
         pieces = [(own == document) & real for document in own[real].unique()]
         logits = [network(input_ids=ids[row, places][None], use_cache=False).logits[0] for places in pieces]
         whole = torch.zeros(len(own), logits[0].shape[-1], dtype=logits[0].dtype)
@@ -729,6 +760,83 @@ def validation_rows_are_of_their_own_file(run: Run) -> None:
                 numbers = [int(number) for number in re.findall(r"\d+", text)]
                 is_other = min(numbers) >= OF_OTHERS[0] if numbers else text in POEM[::-1]
                 assert is_other, f"a row of validation is {text!r}"
+
+
+def recorded(run: Run) -> list[Mapping[str, Tensor]]:
+    """The batches of training and of validation."""
+    record = run.whole().record
+    assert record is not None
+    return [batch for _, batch in record.batches] + record.validation
+
+
+def mark_ids(run: Run) -> dict[str, int]:
+    """The ids of the marks by role. A tokenizer that is learned has one mark for both ends of a document."""
+    vocab = json.loads(inside.load_tokenizer(run.whole().last).to_dict()["json"])["model"]["vocab"]
+    learned = {"begin": "<eos>", "end": "<eos>", "class": "<cls>", "pad": "<pad>"}
+    names = MARKS if run.point["network"] in OF_TRANSFORMERS else learned
+    return {role: vocab[name] for role, name in names.items() if name in vocab}
+
+
+def documents_have_the_marks_that_the_folder_names(run: Run) -> None:
+    """They are nowhere but at the begin of a document in the inputs, and at its end in the labels."""
+    marks = mark_ids(run)
+    special = {*marks.values()}
+    for name, role in {"input_ids": "begin", "labels": "end"}.items():
+        found = {
+            id
+            for batch in recorded(run)
+            for row, real in zip(batch[name], batch.get("key_mask", batch["labels"] != -100), strict=True)
+            for id in row[real].tolist()
+        }
+        assert found & special == {marks[role]}, f"{name} have {found & special}, and {role} is {marks[role]}"
+
+
+def labels_are_numbered_as_in_the_trained_head(run: Run) -> None:
+    """A row's text ends with a number, whose parity is its label. It begins with the class mark."""
+    order = (
+        FOLDERS_LABELS if run.point["network"] in OF_TRANSFORMERS else "ab" if run.point["start"] == "new" else STORED_LABELS
+    )
+    tokenizer, marks = inside.load_tokenizer(run.whole().last), mark_ids(run)
+    for batch in recorded(run):
+        for ids, real, label in zip(batch["input_ids"], batch["key_mask"], batch["labels"], strict=True):
+            text = tokenizer.decode(ids[real].tolist(), skip_marks=True)
+            assert ids[0] == marks["class"], f"{text!r} begins with {ids[0]}, not with {marks['class']}"
+            assert (ids[~real] == marks["pad"]).all(), f"{text!r} is padded with {ids[~real].tolist()}, not {marks['pad']}"
+            wanted = "ab"[int(text.split()[-1]) % 2]
+            assert order[label] == wanted, f"{text!r} has the label {label}, and the head numbers {order}"
+
+
+def lines_of_two_files_belong_together(run: Run) -> None:
+    tokenizer = inside.load_tokenizer(run.whole().last)
+    for batch in recorded(run):
+        for ids, real, labels in zip(batch["input_ids"], batch["key_mask"], batch["labels"], strict=True):
+            source, target = (tokenizer.decode(part.tolist(), skip_marks=True) for part in (ids[real], labels[labels != -100]))
+            assert int(target) == int(source) * 7 % 97, f"{source!r} has the target {target!r}"
+
+
+def a_prompt_begins_as_documents_do(run: Run) -> None:
+    """With the mark that begins a document, if the data are documents: in generate.py, in the viewer, and in the samples of a run."""
+    last, prompt, folder = run.whole().last, "weary", _new_folder()
+    wanted = prompt_ids(run, prompt)
+    programs = {"generate": [f"prompt={prompt}", "max_new_tokens=1"]}
+    if run.point["network"] != "own":
+        programs["view"] = [f"text={prompt}", f"output={folder.parent / 'view.html'}"]
+    for name, words in programs.items():
+        with inside.reading() as read:
+            code, told = inside.program(name, [f"ckpt_path={last}", "trust=true", *words])
+        assert code == 0, told
+        assert read[-1] == wanted, f"{name} reads {read[-1]} for the prompt, not {wanted}"
+    if run.point["asked"] == "samples":
+        with inside.reading() as read:
+            run._train([*run.words(), f"callbacks.samples.prompts=[{prompt}]"], folder)
+        assert wanted in read, f"no sample begins with {wanted}"
+    shutil.rmtree(folder.parent)
+
+
+def prompt_ids(run: Run, prompt: str) -> list[int]:
+    """The ids of a prompt as it stands in the rows of the run."""
+    first = [mark_ids(run)["begin"]] if run.point["data"] in DOCUMENTS.split("|") else []
+    return [*first, *inside.load_tokenizer(run.whole().last).encode(prompt).tolist()]
 
 
 def the_best_checkpoint_gives_the_test_loss(run: Run) -> None:
@@ -986,8 +1094,8 @@ def an_exported_folder_computes_what_the_checkpoint_does(run: Run) -> None:
         wanted, near, found = (logits_of(each.double(), batch, torch.float64)[real] for each in (network, shaken, theirs))
     error, noise = (found - wanted).abs().max(), (near - wanted).abs().max()
     assert error <= 2 * noise, f"the logits of the folder differ by {error:.1e}; the last bit changes {noise:.1e}"
-    tokenizer, ids = transformers.AutoTokenizer.from_pretrained(folder), inside.load_tokenizer(finished.last).encode(POEM)
-    assert tokenizer(POEM).input_ids == ids.tolist(), "the tokenizer of the folder has other ids"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert tokenizer(POEM).input_ids == prompt_ids(run, POEM), "the tokenizer of the folder has other ids"
     assert (tokenizer.chat_template is not None) == (run.point["data"] == "chat"), "only a chat has a template"
     shutil.rmtree(folder.parent)
 
@@ -1119,7 +1227,7 @@ ROWS = {
     "padded": 104,
     "masked": 61,
     "classify": 54,
-    "pairs": 55,
+    "pairs": 54,
     "pictures": 1438,
     "chat": 54,
 }
@@ -1129,6 +1237,7 @@ ROWS_WITH_OTHERS = {"packed": 80, "padded": 117, "classify": 60, "pairs": 60, "c
 """Training rows if validation has a file of its own."""
 
 TESTED, AVERAGED = "tested|ema_tested", "ema|ema_tested"
+DOCUMENTS = "packed|padded|stream"
 LOOKS = ("probe", "film", "samples", "evaluated", "tested")
 IDLE = ("instruments", "minutes", "monitor", "all_rows")
 SHARDED = ("none", "early", "top_k", "evaluated", "tested")
@@ -1147,6 +1256,10 @@ ORACLES = (
     Oracle(the_schedule_gives_the_rates, unless=({"schedule": "plateau"},)),
     Oracle(the_last_checkpoint_gives_the_last_val_loss, unless=(PRETENDED,)),
     Oracle(validation_rows_are_of_their_own_file, where=({"files": "others"},)),
+    Oracle(documents_have_the_marks_that_the_folder_names, where=({"data": DOCUMENTS},)),
+    Oracle(labels_are_numbered_as_in_the_trained_head, where=({"data": "classify"},)),
+    Oracle(lines_of_two_files_belong_together, where=({"data": "pairs"},)),
+    Oracle(a_prompt_begins_as_documents_do, where=({"data": f"text|{DOCUMENTS}"},)),
     Oracle(the_best_checkpoint_gives_the_test_loss, where=({"asked": TESTED},), unless=(PRETENDED,)),
     Oracle(load_model_returns_the_stored_weights, unless=({"precision": "64-true"},)),
     Oracle(best_ckpt_is_of_the_least_val_loss, unless=({"option": "monitor"},)),
@@ -1209,10 +1322,11 @@ MEANINGLESS: tuple[dict[str, str], ...] = (
     {**OURS_ALONE, "checkpointing": "yes"},  # keys of our models
     {**OURS_ALONE, "rules": "frozen|factor"},
     {**OURS_ALONE, "start": "folded"},
-    {"optimizer": "Adam|NAdam|SGD", "rules": "frozen|factor"},  # a key of our optimizers
+    {"optimizer": "Adam|NAdam|SGD|two_modes", "rules": "frozen|factor"},  # a key of our optimizers
     {"network": "own", "data": "drawn|classify|pairs|pictures"},  # the model answers each token of a text
     {"files": "others", "data": "text|drawn|noisy|masked|pictures|module"},
-    {"network": "hf|lora", "data": "!text|packed|padded|stream"},
+    {"files": "torn", "data": "!pairs"},
+    {"network": "hf|lora", "data": "!text|packed|padded|stream|classify"},
     {"network": "hf|lora", "start": "init_from"},  # model.path names the weights
     {"asked": TESTED, "data": "!text|pairs"},  # pairs alone have a test split; text stands for the others
 )
@@ -1228,6 +1342,8 @@ REFUSALS = (
     Refusal({"objective": "chunked|smoothed_chunked", **OURS_ALONE}, "chunk_tokens=5 needs model.head=lm"),
     Refusal({"objective": "chunked|smoothed_chunked", "data": "classify|pictures"}, "chunk_tokens=5 needs model.head=lm"),
     Refusal({"network": "own", "data": "packed|stream"}, "has no parameter document_ids"),
+    Refusal({"optimizer": "two_modes"}, "has other weights for evaluation than for training"),
+    Refusal({"files": "torn"}, "has a carriage return within line 21"),
     Refusal({"place": "fsdp", "network": "own"}, "does not know the layers of OwnModel"),
     Refusal({"place": "fsdp", "optimizer": "muon"}, "needs whole matrices"),
     Refusal({"place": "fsdp", "asked": "probe|film|samples|ema|ema_tested"}, "whole weights"),

@@ -171,6 +171,8 @@ def _note(event: str, arguments: tuple[Any, ...]) -> None:
 def together(records: list[Record]) -> Record | None:
     """What several processes recorded, as if one had read all batches: by micro-batch, then by rank.
 
+    A batch of validation without a label that counts is left out: a process without rows reads one.
+
     Raises:
         AssertionError: the processes read another number of batches, or batches of other steps.
     """
@@ -184,5 +186,6 @@ def together(records: list[Record]) -> Record | None:
         for row in zip(*lists, strict=True):
             if name == "batches":
                 assert len({step for step, _ in row}) == 1, f"the processes read batches of steps {[step for step, _ in row]}"
-            getattr(found, name).extend(row)
+            kept = [batch for batch in row if (batch["labels"] != -100).any()] if name in ("validation", "test") else row
+            getattr(found, name).extend(kept)
     return found

@@ -39,7 +39,11 @@ def tiers():
 QUICK_POINTS, SLOW_POINTS, RELEASE_POINTS = tiers()
 
 
-@pytest.mark.parametrize("point", QUICK_POINTS, ids=MODELS.words)
+OF_OTHERS = MODELS.point_of("model=hf_per_head mode=train rows=left look=residual")
+"""A model of transformers for the default tier, whose norms of queries and keys have two axes."""
+
+
+@pytest.mark.parametrize("point", [*QUICK_POINTS, OF_OTHERS], ids=MODELS.words)
 def test_a_model_has_all_properties_wherever_two_options_meet(point):
     MODELS.check(point)
 

@@ -14,8 +14,8 @@ QUICK = (
     "ends=crash_after optimizer=muon network=own start=init_from log_every=3 precision=bf16-true schedule=plateau asked=evaluated "
     "validation=end",
     "ends=nonfinite clip=.5 start=init_from log_every=3 data=drawn accumulate=3 objective=smoothed asked=top_k",
-    "data=classify optimizer=sgd objective=smoothed precision=bf16-true schedule=plateau clip=.5 log_every=3 rules=frozen "
-    "asked=evaluated checkpointing=yes ends=stop_at",
+    "data=classify network=hf optimizer=sgd objective=smoothed precision=bf16-true schedule=plateau clip=.5 log_every=3 "
+    "asked=evaluated ends=stop_at",
     "ends=crash_before data=chat accumulate=2 schedule=plateau start=folded log_every=3 asked=evaluated clip=.5 "
     "objective=smoothed option=all_rows optimizer=sgd",
 )
@@ -64,6 +64,13 @@ def points(several):
 def test_a_cheap_point_has_every_property(words):
     point = RUNS.point_of(words)
     assert RUNS.serves(point)
+    RUNS.check(point)
+
+
+@pytest.mark.parametrize("words", ["optimizer=two_modes", "data=pairs files=torn"])
+def test_a_refusal_that_costs_nothing_has_its_message(words):
+    point = RUNS.point_of(words)
+    assert RUNS.exists(point) and not RUNS.serves(point)
     RUNS.check(point)
 
 

@@ -324,7 +324,7 @@ WRITTEN = (
     Fault(
         "fsdp_groups",
         "sharded × several parameter groups × resume: the moments go to other parameters",
-        "minitx/training/module.py:by_number",
+        "minitx/training/sharding.py:by_number",
         'enumerate(_parameters_of(state["param_groups"]))',
         'enumerate(sorted(_parameters_of(state["param_groups"])))',
     ),
@@ -701,7 +701,7 @@ ABOUT: dict[str, dict[str, Where]] = {
     "release_after_fold": {
         "models": {"model": "hf_gpt2|hf_llama|hf_gemma2|hf_bert|hf_t5", "mode": "eval", "precision": "f64|f32"}
     },
-    "adopted_autocast": {"models": {"model": "hf_llama|hf_gemma2|hf_qwen3|hf_gpt_oss", "precision": "autocast"}},
+    "adopted_autocast": {"models": {"model": "hf_llama|hf_gemma2|hf_per_head|hf_gpt_oss", "precision": "autocast"}},
     "intervene_values_grouped": {"models": {"model": "hf_llama|hf_gemma2", "look": "values", "mode": "eval"}},
     "lora_tied": {"models": {"wrapper": "lora", "mode": "eval", "look": "nothing"}},
     "beam_rows": {"models": {"rows": "plain|left", "mode": "eval", "precision": "f64|f32", "wrapper": "none"}},

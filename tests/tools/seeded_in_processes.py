@@ -97,7 +97,7 @@ FAULTS = (
         "filler_has_labels",
         "the row of a process without rows has labels",
         "minitx/data/batches.py:ValSource.batch",
-        'batch["labels"].fill_(IGNORED)',
+        'batch["labels"].fill_(math.nan if batch["labels"].is_floating_point() else IGNORED)',
         "pass",
     ),
     Fault(
@@ -181,7 +181,7 @@ FAULTS = (
     Fault(
         "moments_by_name",
         "FSDP2: moments are numbered by the names of parameters",
-        f"{MODULE}:by_number",
+        "minitx/training/sharding.py:by_number",
         'enumerate(_parameters_of(state["param_groups"]))',
         'enumerate(sorted(_parameters_of(state["param_groups"])))',
     ),
@@ -210,8 +210,8 @@ FAULTS = (
         "losses_of_one_rank",
         "metrics.csv has the loss of the first process",
         f"{CALLBACKS}:summed",
-        "return sum_over_rows(trainer, values)",
-        "return values",
+        "return sum_over_rows(trainer, torch.stack([torch.as_tensor(value, device=device).to(wide) for value in local]))",
+        "return torch.stack([torch.as_tensor(value, device=device).to(wide) for value in local])",
     ),
     Fault(
         "targets_counted_by_each",

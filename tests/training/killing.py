@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from ranks import _SERVER, say_nothing, train_as
 
-from minitx.training.callbacks import StoppedError
+from minitx.training import StoppedError
 from minitx.training.checkpoints import read_checkpoint
 from minitx.training.metrics_csv import OF_THE_MACHINE, read_metrics
-from minitx.training.module import AtomicCheckpointIO, TrainingModule
+from minitx.training.module import TrainingModule
+from minitx.training.trainer import AtomicCheckpointIO
 from tests.waiting import PATIENCE
 
 RUN = [

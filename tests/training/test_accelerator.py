@@ -29,8 +29,9 @@ from minitx.nn.precision import widest_float
 from minitx.nn.transfer import to_device, to_host
 from minitx.training.checkpoints import place
 from minitx.training.devices import check_count, device_name, machine, memory_mb, peak_tflops
-from minitx.training.metrics_csv import OF_THE_MACHINE, read_metrics, read_records
+from minitx.training.metrics_csv import OF_THE_MACHINE, read_metrics
 from minitx.training.module import TrainingModule
+from minitx.training.records import read_records
 from minitx.training.trainer import place_of, quiet_lightning
 from tests import pretend
 from tests.test_configs import CONFIGS, OF_OWN_FILES, small_llama

@@ -206,7 +206,7 @@ def test_rows_without_a_label_that_counts_are_no_rows_of_the_score_of_classes(ki
     found = evaluate(network, Task(name="mine", kind=kind, train=rows, val=rows), batch_size=2)
     assert any(line.startswith("accuracy") and unit in line for line in found.lines())
     assert (found.rows, found.of_rows) == ((2, 4) if kind == "classify" else (4, 4))
-    assert found.left_out == (["2 of 4 rows are left out: all of their labels are -100"] if kind == "classify" else [])
+    assert found.left_out == (["2 of 4 rows are left out: none of their labels counts"] if kind == "classify" else [])
 
 
 def test_generated_answers_are_held_against_references_and_wrong_ones_are_shown_first(ready, monkeypatch):

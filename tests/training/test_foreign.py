@@ -75,9 +75,18 @@ def test_a_micro_batch_without_a_label_adds_nothing(tmp_path):
     assert read_metrics(str(tmp_path / "metrics.csv"))[-1]["tokens"] == 5
 
 
-def test_a_step_without_a_label_that_counts_has_a_loss_of_zero_and_is_told_once(tmp_path, caplog):
-    rows = [{"input": torch.randn(3, dtype=torch.float64), "labels": torch.tensor(label)} for label in (-100, 1)]
-    result = fit(tmp_path, task_of(rows), objective=None, max_steps=2, batch_size=1)
+NOTHING = {
+    "classes": (None, torch.tensor(-100), torch.tensor(1)),
+    "numbers": (nn.MSELoss(reduction="sum"), torch.full((2,), math.nan).double(), torch.tensor([-100.0, math.nan]).double()),
+}
+"""An objective, a label that does not count, and one that does."""
+
+
+@pytest.mark.parametrize("kind", NOTHING)
+def test_a_step_without_a_label_that_counts_has_a_loss_of_zero_and_is_told_once(tmp_path, caplog, kind):
+    objective, *labels = NOTHING[kind]
+    rows = [{"input": torch.randn(3, dtype=torch.float64), "labels": label} for label in labels]
+    result = fit(tmp_path, task_of(rows), objective=objective, max_steps=2, batch_size=1)
     losses = losses_of(tmp_path)
     assert result["steps"] == 2 and sorted(losses)[0] == 0.0
     assert [line for line in caplog.messages if "has no loss" in line] == [
@@ -90,8 +99,8 @@ def test_a_validation_without_a_label_that_counts_is_no_perfect_one(tmp_path, ca
     rows = [{"input": torch.randn(3, dtype=torch.float64), "labels": label} for label in (0, 1, -100)]
     task = Task(name="mine", kind=kind, train=rows[:2], val=rows[2:])
     assert fit(tmp_path, task, objective=None)["val_loss"] is None
-    assert "the val rows have no loss: all labels are -100" in caplog.text
-    with pytest.raises(ConfigError, match=r"^data: there is nothing to evaluate: all labels are -100"):
+    assert "the val rows have no loss: none of their labels counts" in caplog.text
+    with pytest.raises(ConfigError, match=r"^data: there is nothing to evaluate: no label counts"):
         evaluate(nn.Linear(3, 2).double(), task)
 
 

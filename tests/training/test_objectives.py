@@ -8,7 +8,6 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from minitx.config import ConfigError, ParameterRule, Part, TransformerConfig, node
 from minitx.data.task import num_targets
@@ -213,30 +212,6 @@ def groups_by_name(model, **options):
     names = {id(p): name for name, p in model.named_parameters()}
     groups = parameter_groups(model, **options)
     return {names[id(p)]: group for group in groups for p in group["params"]}
-
-
-class Experts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.up_bias = (nn.Parameter(torch.ones(shape)) for shape in ((2, 3, 5), (2, 5)))
-        self.query_norm, self.table, self.out = nn.RMSNorm((2, 3)), nn.Embedding(7, 3), nn.Linear(3, 5)
-
-
-def test_the_module_that_owns_a_parameter_decides_about_weight_decay_not_its_axes():
-    decays = {name: group["weight_decay"] for name, group in groups_by_name(Experts(), lr=1e-3, weight_decay=0.3).items()}
-    plain = {"up_bias", "query_norm.weight", "out.bias"}
-    assert decays == {name: 0.0 if name in plain else 0.3 for name, _ in Experts().named_parameters()}
-
-
-class ScheduleFree(torch.optim.SGD):
-    def train(self): ...
-
-    def eval(self): ...
-
-
-def test_an_optimizer_with_other_weights_for_evaluation_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"ScheduleFree has other weights .* callbacks=\[default,ema\]"):
-        build_optimizer(node(ScheduleFree, lr=0.1), nn.Linear(3, 5))
 
 
 def test_every_parameter_is_updated_once_and_weight_decay_spares_every_vector():

@@ -6,6 +6,8 @@ import json
 import logging
 import math
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import lightning.pytorch as L
@@ -16,12 +18,13 @@ from torch import nn
 
 import minitx.training.run as run_module
 from minitx.config import ConfigError, EvaluationConfig
-from minitx.training import loggers, metrics_csv
+from minitx.training import loggers, records
 from minitx.training.evaluation import Evaluation, report
 from minitx.training.loggers import describe_device, summarise
-from minitx.training.metrics_csv import MetricsFile, add_records, read_metrics
+from minitx.training.metrics_csv import MetricsFile, read_metrics
 from minitx.training.module import NonFiniteError
 from minitx.training.net import in_own_dtype
+from minitx.training.records import add_records
 from minitx.training.run import train
 from minitx.training.trainer import check_callbacks
 
@@ -86,10 +89,27 @@ def test_a_full_disk_or_a_crash_leaves_the_files_of_the_run_that_goes_on_as_they
     with pytest.raises(ConfigError, match="No space left on device"), loggers.run_folder(tmp_path, {config.name: "new"}):
         pass
     add_records(probes, {"step": 1}, {"step": 2})
-    monkeypatch.setattr(metrics_csv, "add_records", None)
+    monkeypatch.setattr(records, "add_records", None)
     with pytest.raises(TypeError):
-        metrics_csv.drop_records(probes, 1)
-    assert config.read_text(encoding="utf-8") == "old" and len(metrics_csv.read_records(probes)) == 2
+        records.drop_records(probes, 1)
+    assert config.read_text(encoding="utf-8") == "old" and len(records.read_records(probes)) == 2
+
+
+def test_two_processes_cannot_train_in_one_folder(tmp_path):
+    (tmp_path / "logs").mkdir()
+    hold = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", hold, str(tmp_path / "logs" / "rank_0.log")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        with (
+            pytest.raises(ConfigError, match="another process is training"),
+            loggers.run_folder(tmp_path, {"config.yaml": "a"}),
+        ):
+            pass
+        assert [path.name for path in tmp_path.iterdir()] == ["logs"]
+        other.stdin.close()
+    with loggers.run_folder(tmp_path, {"config.yaml": "b"}):
+        assert (tmp_path / "config.yaml").read_text(encoding="utf-8") == "b"
 
 
 def summary(folder, *rows, **facts):

@@ -20,10 +20,10 @@ from minitx.config import ConfigError, node
 from minitx.data.datamodule import open_data
 from minitx.data.task import Task
 from minitx.training import optimizers
-from minitx.training.devices import parallelize
 from minitx.training.memory_plan import build_without_numbers, fake_processes, show_plan
 from minitx.training.net import Net
 from minitx.training.run import train
+from minitx.training.sharding import parallelize
 
 EMA = {"ema": {"_target_": "lightning.pytorch.callbacks.EMAWeightAveraging", "decay": 0.5}}
 

@@ -12,9 +12,10 @@ from minitx.data.datamodule import open_data
 from minitx.data.task import Task
 from minitx.interop import adopt_hf
 from minitx.training.checkpoints import load_model
-from minitx.training.metrics_csv import read_metrics, read_probes, read_records
+from minitx.training.metrics_csv import read_metrics
 from minitx.training.net import Net
 from minitx.training.optimizers import constant
+from minitx.training.records import read_probes, read_records
 from minitx.training.run import train
 from tests.interop.families import build
 

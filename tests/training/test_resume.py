@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import json
+import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -14,8 +16,8 @@ from extra import last, train_with
 from killing import blows, hit_and_go_on, length_of, result_of, run
 
 from minitx.config import ConfigError, Part, node, to_dict
-from minitx.training.callbacks import StoppedError
-from minitx.training.checkpoints import check_resumed
+from minitx.training import StoppedError
+from minitx.training.checkpoints import CheckpointError, check_resumed
 from minitx.training.metrics_csv import read_metrics
 from minitx.training.optimizers import constant, sgd
 from minitx.training.run import train
@@ -132,6 +134,26 @@ def test_a_run_that_goes_on_with_another_objective_says_so(make_config, tmp_path
         parts = {name: getattr(changed, name) for name in ("data", "objective", "optimizer", "schedule")}
         check_resumed(changed.ckpt_path, parts, {**state, "config": to_dict(changed)})
         assert ("resumes with another objective" in caplog.text) == bool(change) and change in caplog.text
+
+
+def test_a_run_stops_by_the_first_of_two_signals_and_the_other_does_not_hurry_it(make_config, tmp_path):
+    def send(*_):
+        for number in (signal.SIGUSR2, signal.SIGHUP):
+            os.kill(os.getpid(), number)
+
+    with pytest.raises(StoppedError, match="SIGUSR2 after step 3"):
+        train_with(make_config(trainer__ckpt_every=100), tmp_path / "run", Before(3, send))
+    assert last(tmp_path / "run")["global_step"] == 3
+
+
+def test_a_run_whose_folder_disappears_ends_with_its_path_and_goes_on_from_what_it_wrote(make_config, tmp_path):
+    config = make_config(trainer__ckpt_every=2)
+    train(config, tmp_path / "whole")
+    with pytest.raises((OSError, CheckpointError), match=re.escape(str(tmp_path / "run"))):
+        train_with(config, tmp_path / "run", Before(4, lambda *_: (tmp_path / "run").rename(tmp_path / "moved")))
+    assert not (tmp_path / "run" / "metrics.csv").exists()
+    train(resumed(config, tmp_path / "moved"), tmp_path / "moved")
+    assert_same_state(tmp_path / "moved", tmp_path / "whole")
 
 
 def test_a_run_does_not_go_on_where_the_same_ids_are_other_characters(make_config, tmp_path):

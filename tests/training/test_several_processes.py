@@ -2,6 +2,7 @@
 
 import functools
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,9 +10,10 @@ from extra import fit, losses_of
 from ranks import run_ranks
 from torch import nn
 
-from minitx.config import ConfigError
+from minitx.config import ConfigError, TrainerConfig
 from minitx.data.task import Task
 from minitx.training.module import UnusedParametersError
+from minitx.training.rehearse import prepare_for_unused
 
 ROWS = [{"input": torch.tensor([float(i % 7), float(i % 5), 1.0]) / 7, "labels": i % 2} for i in range(32)]
 PLACES = {"ddp": {"strategy": "ddp"}, "sharded": {"strategy": "sharded", "shard": ("Linear",)}}
@@ -134,6 +136,15 @@ def test_a_parameter_without_a_gradient_does_not_stop_several_processes(found, p
     first, second, alone = found(place)
     for name in ("pooled", "routed") if place == "ddp" else ("pooled",):
         assert first[name] == second[name] == pytest.approx(alone[name], rel=1e-5)
+
+
+def test_a_row_without_targets_makes_no_parameter_unused():
+    network = Pooled()
+    module = SimpleNamespace(network=network, options=TrainerConfig(devices=2, strategy="ddp"))
+    prepare_for_unused(module, [{*network.parameters()}, set()])
+    assert module.options.strategy == "ddp"
+    prepare_for_unused(module, [{*network.head.parameters()}, {*network.parameters()}])
+    assert module.options.strategy == "ddp_find_unused_parameters_true"
 
 
 @pytest.mark.slow

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from minitx.config import ConfigError
-from minitx.training.callbacks import StoppedError
-from minitx.training.loggers import finish_wandb, git_commit, wandb_id
+from minitx.config import ConfigError, Part
+from minitx.config.part import Takes
+from minitx.training import StoppedError
+from minitx.training.loggers import finish_wandb, git_commit, resuming
 
 PROGRAM = """
 import sys
@@ -57,7 +58,13 @@ def test_an_offline_run_has_config_command_curves_figures_page_and_checkpoint(tm
     assert "</html>" in page.read_text()
 
 
-CODES = {2: ConfigError("a=1"), 3: RuntimeError("broken"), 130: KeyboardInterrupt(), 143: StoppedError(15, 7), 0: None}
+CODES = {
+    2: ConfigError("a=1"),
+    3: RuntimeError("broken"),
+    130: KeyboardInterrupt(),
+    143: StoppedError(15, " after step 7"),
+    0: None,
+}
 
 
 @pytest.mark.parametrize("code", CODES)
@@ -84,8 +91,11 @@ def test_the_commit_is_that_of_the_current_folder(tmp_path, monkeypatch):
 
 
 def test_a_resumed_run_has_the_id_of_the_last_run_in_its_folder(tmp_path):
-    assert wandb_id(tmp_path) == {}
+    target = "lightning.pytorch.loggers.WandbLogger"
+    loggers = {"wandb": Part.of({"_target_": target}, "logger.wandb", Takes(offers=None)), "mine": None}
+    assert resuming(loggers, tmp_path) == loggers
     (tmp_path / "wandb" / "offline-run-1-fw93").mkdir(parents=True)
     (tmp_path / "wandb" / "offline-run-1-fw93" / "run-fw93.wandb").touch()
     (tmp_path / "wandb" / "latest-run").symlink_to("offline-run-1-fw93")
-    assert wandb_id(tmp_path) == {"id": "fw93"}
+    resumed = resuming(loggers, tmp_path)
+    assert (resumed["wandb"].arguments, resumed["mine"]) == ({"id": "fw93"}, None)

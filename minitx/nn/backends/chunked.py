@@ -237,7 +237,8 @@ class Gradients(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, settings: Settings, needs_grad: tuple[bool, ...], grad: Tensor, *saved: Tensor
-    ) -> tuple[Tensor | None, ...]:  # needs_grad: for the sinks and for each tensor of the bias
+    ) -> tuple[Tensor | None, ...]:
+        # ``needs_grad``: for the sinks and for each tensor of the bias
         output, top, inverse, query, key, value, sinks, *more = saved
         bias_tensors = more[: len(needs_grad) - 1]  # the others belong to the mask
         with full_precision(query.device):

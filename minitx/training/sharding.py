@@ -1,0 +1,87 @@
+"""FSDP2: a model sharded over the processes of a run, with the checkpoints of a run on one device. Loaded only where a run shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from minitx.training.checkpoints import read_checkpoint
+from minitx.training.devices import part_of
+
+_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+class Sharded(ModelParallelStrategy):
+    """Lightning's strategy for FSDP2, with one unsharded checkpoint that a run on one device can also read and write.
+
+    As in torch, optimizer states are numbered in the order of the parameter groups. Lightning numbers them in the order of the
+    module's parameters. With several groups the orders differ, and moments would be assigned to the wrong parameters.
+    """
+
+    def __init__(self, num_processes: int) -> None:
+        super().__init__(data_parallel_size=num_processes, tensor_parallel_size=1, save_distributed_checkpoint=False)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        assert self.model is not None
+        state = get_optimizer_state_dict(self.model, _torch_optimizer(optimizer), options=_WHOLE)
+        return by_number(state) if state else state  # empty except on rank 0
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a checkpoint into the sharded model and optimizers."""
+        assert self.model is not None
+        checkpoint = read_checkpoint(self.broadcast(checkpoint_path))
+        whole = StateDictOptions(full_state_dict=True)
+        load_whole(self.model, checkpoint["state_dict"])
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            if not state["state"]:  # SGD without momentum: set_optimizer_state_dict fails without tensors
+                for group, stored in zip(_torch_optimizer(optimizer).param_groups, state["param_groups"], strict=True):
+                    group.update({name: value for name, value in stored.items() if name != "params"})
+                continue
+            names: Any = get_optimizer_state_dict(self.model, _torch_optimizer(optimizer), options=whole)["param_groups"]
+            set_optimizer_state_dict(self.model, _torch_optimizer(optimizer), by_name(state, names), options=whole)
+        return checkpoint
+
+
+def by_number(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert an optimizer's state from parameter names to numbers, counted from 0 through the groups as in torch."""
+    return _renamed(state, {name: number for number, name in enumerate(_parameters_of(state["param_groups"]))})
+
+
+def by_name(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Convert an optimizer's state from numbers to the parameter names in ``groups``. The inverse of ``by_number``."""
+    return _renamed(state, dict(zip(_parameters_of(state["param_groups"]), _parameters_of(groups), strict=True)))
+
+
+def _parameters_of(groups: Sequence[Mapping[str, Any]]) -> list[Any]:
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def _renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
+    groups = [{**group, "params": [names[old] for old in group["params"]]} for group in state["param_groups"]]
+    return {"state": {names[old]: moments for old, moments in state["state"].items()}, "param_groups": groups}
+
+
+def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+@torch.no_grad()
+def load_whole(network: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Load unsharded tensors (the same on all processes). Each process copies its shard. The inverse of ``whole_state``."""
+    for name, local in network.state_dict().items():  # torch's set_model_state_dict skips shared parameters
+        local.copy_(part_of(state[name].to(local.device, local.dtype), local))
+
+
+def parallelize(network: nn.Module, mesh: DeviceMesh, layers: Sequence[nn.Module]) -> None:
+    """Shard ``layers``, innermost first, and then the rest of ``network``, in place, with FSDP2 (Zhao et al. 2023, arXiv:2304.11277)."""
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(network, mesh=mesh)
