@@ -20,7 +20,6 @@ from typing import Any, Final
 import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from minitx.config import IGNORED, ConfigError, Part, TrainerConfig
@@ -175,6 +174,8 @@ class TrainingModule(L.LightningModule):
             for group in optimizer.param_groups if "fused" in optimizer.defaults else ():
                 group["fused"] = optimizer.defaults["fused"]
         if self.trainer.world_size > 2:
+            from minitx.training.sharding import fix_buckets
+
             fix_buckets(self.trainer.strategy.model)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
@@ -221,6 +222,8 @@ class TrainingModule(L.LightningModule):
             self.step_sums = {name: value + self.step_sums[name] for name, value in others.items()}
         else:
             self.step_loss, self.step_sums, self.step_targets = share.detach(), others, targets
+        if world > 1:  # a loss of one process that is not finite shows in the gradient of all, even if its own is finite
+            share = share * (1 + 0 * share.detach())
         return share * world * accumulate
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -361,22 +364,6 @@ class Latch:
         """Return the first non-finite step (counted from 0), or None. This waits for the device unless the value is known."""
         self._read = int(self.step) if self._read is None else self._read
         return None if self._read < 0 else self._read
-
-
-def fix_buckets(model: nn.Module | None) -> None:
-    """Let DDP keep gradients in the reverse order of the parameters, from the first step of this process on.
-
-    By default, DDP has this order in the first step of a process, and then that in which the gradients were ready. Where a gradient lies
-    in a bucket decides the order in which three processes or more add up its parts. A resumed run would therefore differ by rounding.
-    """
-    if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters:  # which has one order
-        return
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    model.reducer.prepare_for_backward([])  # DDP calls it after a forward pass
-    for weight in reversed(weights):
-        weight.view_as(weight).backward(torch.zeros_like(weight))
-    for weight in weights:
-        weight.grad = None
 
 
 FIND_UNUSED: Final = "ddp_find_unused_parameters_true"

@@ -223,7 +223,7 @@ FAULTS = (
     Fault(
         "buckets_of_the_first_step",
         "four processes of DDP add up the gradients of their first step in another order than later ones",
-        f"{MODULE}:fix_buckets",
+        "minitx/training/sharding.py:fix_buckets",
         "    weights = [weight",
         "    return\n    weights = [weight",
     ),
