@@ -136,10 +136,12 @@ class Diary(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        known = {name: float(value) for name, value in metrics.items() if name.startswith(("train_", "val_"))}
+        if not known:  # of a test, which Lightning logs at another step after resuming
+            return
         self.folder.mkdir(exist_ok=True)
         path = self.folder / f"{step}.json"
         before = json.loads(path.read_text()) if path.exists() else {}
-        known = {name: float(value) for name, value in metrics.items() if name.startswith(("train_", "val_"))}
         path.write_text(json.dumps(before | known))
 
     def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None:
