@@ -103,7 +103,9 @@ def own_objective(logits: Tensor, batch: Batch) -> dict[str, Tensor]:
     """A user's objective: cross-entropy, and the number of rows beside it."""
     real = batch["labels"] != -100
     loss = nn.functional.cross_entropy(
-        logits[real].float().reshape(-1, logits.shape[-1]), batch["labels"][real], reduction="sum"
+        logits[real].to(torch.promote_types(logits.dtype, torch.float32)).reshape(-1, logits.shape[-1]),
+        batch["labels"][real],
+        reduction="sum",
     )
     return {"loss": loss, "rows": loss.new_tensor(float(len(batch["labels"])))}
 
