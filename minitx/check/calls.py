@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from minitx.check import strict as kernels
 from minitx.check.copying import copied
-from minitx.check.experiments import BLIND, BLIND_MOVED, EXPERIMENTS, HALF, SIMPLE, Experiment, Operands, Outcome
+from minitx.check.experiments import BLIND, BLIND_MOVED, DRAWS, EXPERIMENTS, HALF, SIMPLE, Experiment, Operands, Outcome
 from minitx.check.mutants import MUTANTS, Mutant
 from minitx.check.reference import dtype_name, naive_attention, tolerance
 from minitx.check.results import Check, Finding, Report, Severity, Status
@@ -36,6 +36,7 @@ from minitx.check.search import (
     is_moved,
     passes,
     trials,
+    with_draws,
 )
 from minitx.check.signatures import chosen_forms, instance_of, read_signature
 from minitx.check.subjects import RETURNS, AttentionLayer, DoesNotApplyError, Function, NotTriedError, Subject, Way
@@ -154,7 +155,10 @@ class _Examination:
         if diagnosis is None:
             return self._uncalled(list(faults))
         verdicts = _Verdicts(self.subject, judge, diagnosis, self.mask)
-        checks = [check for experiment in EXPERIMENTS for check in verdicts.checks(experiment)]
+        if self.stage is None:
+            verdicts.trial = with_draws(self.subject, diagnosis.trial)
+        tried = EXPERIMENTS if self.stage else (*EXPERIMENTS, *DRAWS)
+        checks = [check for experiment in tried for check in verdicts.checks(experiment)]
         findings = [*verdicts.findings()]
         if self.stage is None:
             checks += self._arguments(diagnosis.trial)
@@ -343,7 +347,7 @@ class _Verdicts:
         """Yield the named mistakes, those that show in the simplest experiment first."""
         assert self.mistakes is not None
         shown = {mutant: self._shown(mutant, failed) for mutant in self.mistakes}
-        order = {e: place for place, e in enumerate(EXPERIMENTS)}
+        order = {e: place for place, e in enumerate((*EXPERIMENTS, *DRAWS))}
         ranked = sorted(shown, key=lambda mutant: min((order[o.experiment] for o in shown[mutant]), default=len(order)))
         for mutant in ranked:
             outcomes = shown[mutant]

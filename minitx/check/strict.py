@@ -32,16 +32,18 @@ from minitx.check.results import Check, Finding, Severity, Status, stable_id
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One call, with batch size 2. ``judged`` lists the results to compare. Default: all, including gradients of learned options."""
+    """One call. ``judged`` lists the results to compare. Default: all, including gradients of learned options."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
     rows: int = 5
     keys: int = 5
+    batch: int = 2
     heads: tuple[int, int] = (4, 2)
     width: int = 8
     value_width: int = 8
     spread: float = 1.0  # a factor on the scores
+    small: float = 1.0  # a factor on the values
     nan_keys: int = 0  # the number of keys and values that are NaN
     low_keys: int = 0  # the number of last keys with scores of -2.5e9; the other scores are 0
     judged: tuple[str, ...] = ()
@@ -68,11 +70,12 @@ def _cases() -> Iterator[Case]:
 def _shapes_and_scales() -> Iterator[Case]:
     """Yield cases without a mask: grouped heads, widths, scales, causal decoding and several tiles."""
     yield Case("plain")
-    yield Case("as many key heads", heads=(4, 4))
-    yield Case("multi-query", heads=(4, 1))
+    yield Case("as many key heads", keys=130, heads=(4, 4))
+    yield Case("multi-query", batch=1, heads=(4, 1))
     yield Case("wide values", value_width=11)
     yield Case("wide queries and keys", width=19)
     yield Case("one key", keys=1)
+    yield Case("small values", heads=(4, 4), small=2.0**-30, dtypes=tuple(dtype for dtype in DTYPES if dtype != torch.float16))
     for scale in (1.0, 0.0, -0.5, 1e-3):
         yield Case(f"scale {scale:g}", {"scale": scale})
     for scale in (0.0, -0.5):  # fails a kernel that multiplies -inf by the scale
@@ -81,7 +84,7 @@ def _shapes_and_scales() -> Iterator[Case]:
     yield Case("causal, decoding one", {"is_causal": True}, rows=1)
     yield Case("causal, decoding three", {"is_causal": True}, rows=3)
     yield Case("causal, several tiles", {"is_causal": True}, rows=3, keys=271)
-    yield Case("causal, several tiles of queries", {"is_causal": True}, rows=131, keys=131, heads=(1, 1))
+    yield Case("causal, several tiles of queries", {"is_causal": True}, rows=131, keys=131, batch=1, heads=(1, 1))
 
 
 def _masks(cells: Tensor, empty: Tensor) -> Iterator[Case]:
@@ -206,7 +209,10 @@ def _judge(kernel: Callable[..., Any], case: Case, dtype: torch.dtype, device: t
     is_half = dtype in (torch.bfloat16, torch.float16)  # in half precision, rounding of the result dominates
     sizes = {} if is_half else gradient_sizes(query, key, value, cotangent, want["weights"], scale)
     judged = case.judged or [name for name in want if name != "weights" or "need_weights" in case.options]
-    results = [_weigh(case, dtype, name, got.get(name), want[name], low[name], sizes.get(name, 1.0)) for name in judged]
+    results = [
+        _weigh(case, dtype, name, got.get(name), want[name], low[name], sizes.get(name, float("gradient" in name)))
+        for name in judged
+    ]
     failed = next((result for result in results if result.status == Status.FAILED), None)
     return failed or max(results, key=lambda result: (result.size or 0.0) / (result.allowed or 1.0))
 
@@ -248,21 +254,23 @@ def _draw(case: Case, dtype: torch.dtype) -> list[Tensor]:
     H, Hkv = case.heads
     L, S, D, Dv = case.rows, case.keys, case.width, case.value_width
     shapes = (H, L, D), (Hkv, S, D), (Hkv, S, Dv), (H, L, Dv)
-    query, key, value, cotangent = (torch.randn(2, *shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    query, key, value, cotangent = (
+        torch.randn(case.batch, *shape, generator=generator, dtype=torch.float64) for shape in shapes
+    )
     key[:, :, : case.nan_keys] = value[:, :, : case.nan_keys] = torch.nan
     if case.low_keys:
         query, key = torch.zeros_like(query), torch.zeros_like(key)
         query[..., -2:] = 2.0**16
         key[:, :, -case.low_keys :, -2:] = -(2.0**16) * D**0.5 * 0.3
     value = torch.ones_like(value) if case.judged == ("spread",) else value
-    tensors = [tensor.to(dtype) for tensor in (query * case.spread, key, value, cotangent)]
+    tensors = [tensor.to(dtype) for tensor in (query * case.spread, key, value * case.small, cotangent)]
     return [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in tensors]  # (B, H, L, D), as views of (B, L, H, D)
 
 
 def _run(attention: partial[Any], inputs: Sequence[Tensor], cotangent: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the output, the weights if there are any, and the gradients of query, key, value and learned options.
 
-    For a kernel, also return the output without gradients, from contiguous tensors.
+    For a kernel, also return the output without gradients, from contiguous tensors that had other numbers in an earlier call.
     """
     learned = {name: x for name, x in attention.keywords.items() if isinstance(x, Tensor) and x.requires_grad}
     tensors = dict(zip(("query", "key", "value"), inputs, strict=True)) | learned
@@ -277,8 +285,13 @@ def _run(attention: partial[Any], inputs: Sequence[Tensor], cotangent: Tensor, d
         gradients = torch.autograd.grad(output, roots, cotangent.to(output.dtype), materialize_grads=True)
         results.update(zip((f"gradient of {name}" for name in leaves), gradients, strict=True))
     with torch.no_grad():
-        plain = [tensor.detach().contiguous() for tensor in (query, key, value)]
-        again = result if attention.func is naive_attention else attention(*plain, **options)
+        plain = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in (query, key, value)]
+        again = result
+        if attention.func is not naive_attention:
+            attention(*(tensor.mul_(2) for tensor in plain), **options)
+            for tensor, original in zip(plain, (query, key, value), strict=True):
+                tensor.copy_(original)
+            again = attention(*plain, **options)
     names = ("query", "key", "value")
     _refuse_changes(dict(zip(names, (query, key, value), strict=True)), dict(zip(names, plain, strict=True)))
     results["output without gradients"] = again[0] if isinstance(again, tuple) else again

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # documented in torc
 
 from minitx.check import signatures
 from minitx.check.copying import copied
-from minitx.check.experiments import BATCH, HEADS, WIDTH, Experiment, HeadSizes, Operands, Outcome, drawn, through_mask
+from minitx.check.experiments import HEADS, WIDTH, Experiment, HeadSizes, Operands, Outcome, drawn, through_mask
 from minitx.check.signatures import QKV, Layout, MaskForm, MaskShape, Signature
 
 
@@ -209,6 +209,10 @@ class Function(Subject):
         options = self.options(way, inputs, HEADS, dtype)
         self.has_changed_mask = False
         try:
+            if experiment.is_reused:
+                tensors = [leaf.detach() + 1.0 for leaf in leaves]
+                self._answer(way, tensors, options, _shape_of_output(inputs))
+                tensors = [tensor.copy_(leaf) for tensor, leaf in zip(tensors, leaves, strict=True)]
             output, weights = self._answer(way, tensors, options, _shape_of_output(inputs))
         except Exception as error:
             return Outcome(experiment, inputs, fault=_sentence(error))
@@ -241,7 +245,7 @@ class Function(Subject):
         """Call the function once for each sequence and each head."""
         names, mask = [way.order[role] for role in QKV], self.signature.mask
         outputs = []
-        for b, h in product(range(BATCH), range(shape[1])):
+        for b, h in product(range(shape[0]), range(shape[1])):
             arguments = {**options, **{name: tensor[b, h] for name, tensor in zip(names, tensors, strict=True)}}
             if mask in arguments and isinstance(arguments[mask], Tensor):
                 arguments[mask] = arguments[mask][b]
@@ -285,8 +289,8 @@ class AttentionLayer(Subject):
     def run(self, way: Way, experiment: Experiment) -> Outcome:
         if experiment.kv_heads or experiment.value_width or experiment.low is not None:
             raise DoesNotApplyError("a layer projects its own queries, keys and values")
-        if experiment.dtype is not None:
-            raise DoesNotApplyError("a layer is tried in one dtype")
+        if experiment.dtype is not None or experiment.small < 1 or experiment.is_reused:
+            raise DoesNotApplyError("a layer is tried in one dtype, with its own numbers")
         if experiment.hidden and experiment.mask == "keys" and "x" in way.order:
             raise DoesNotApplyError("it takes one input for queries and values")
         assert way.inner is not None
@@ -472,14 +476,14 @@ def _heads(products: list[Product], inner: Inner, width: int, experiment: Experi
         seen = ", ".join(f"{product.name} {tuple(product.result.shape)}" for product in products[:-1])
         raise ValueError(f"expected three projections and an output, got: {seen or 'no product with a parameter'}")
     order = inner.order or _by_names([name for name, _ in pieces]) or tuple(range(len(QKV)))
-    lengths = (experiment.rows, experiment.keys, experiment.keys)
-    heads = [_split(pieces[place][1], inner, length, width) for place, length in zip(order, lengths, strict=True)]
+    B, lengths = experiment.batch, (experiment.rows, experiment.keys, experiment.keys)
+    heads = [_split(pieces[place][1], inner, B, length, width) for place, length in zip(order, lengths, strict=True)]
     is_output = mixed is output.result
     return (
         heads[0],
         heads[1],
         heads[2],
-        _split(mixed, replace(inner, is_batch_first=True) if is_output else inner, experiment.rows, width),
+        _split(mixed, replace(inner, is_batch_first=True) if is_output else inner, B, experiment.rows, width),
     )
 
 
@@ -506,8 +510,8 @@ def _by_names(names: list[str]) -> tuple[int, ...] | None:
     return flat if len(set(flat)) == len(QKV) else None
 
 
-def _split(piece: Tensor, inner: Inner, length: int, width: int) -> Tensor:
+def _split(piece: Tensor, inner: Inner, batch: int, length: int, width: int) -> Tensor:
     """Heads (B, H, length, D) from a projection with rows (B, length) or (length, B)."""
     size = width // inner.heads
-    rows = piece.reshape(BATCH, length, -1) if inner.is_batch_first else piece.reshape(length, BATCH, -1).transpose(0, 1)
+    rows = piece.reshape(batch, length, -1) if inner.is_batch_first else piece.reshape(length, batch, -1).transpose(0, 1)
     return rows.unflatten(-1, (-1, size)).transpose(1, 2).detach().cpu()
