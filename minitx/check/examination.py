@@ -10,13 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitx.check.called_model import CalledModel, Stream, decoder_signs, fault_text, find_forms, is_refusal, with_form
+from minitx.check.called_model import (
+    CalledModel,
+    Stream,
+    decoder_signs,
+    fault_text,
+    find_forms,
+    is_refusal,
+    limit_of,
+    with_form,
+)
 from minitx.check.properties import FACTOR, Gap, compare, rounding, unit
 from minitx.check.results import Check, Finding, Severity, Status
 from minitx.check.witness import first_moved
 
 SHARE = 0.1
 """If rounding moves the output by more than this share of the effect of a visible token, equal outputs prove nothing."""
+
+
+LONG = 130
+"""The number of tokens of a long row: more than two blocks of 64, and more than many windows."""
 
 
 class StopError(Exception):
@@ -133,13 +146,29 @@ class Examination:
         """The largest difference that rounding explains."""
         return FACTOR * (self.noise + unit(self.base.dtype) * self.base.abs().max().item())
 
-    def gap(self, output: Tensor, expected: Tensor, where: Tensor | None = None) -> Gap:
+    def gap(self, output: Tensor, expected: Tensor, where: Tensor | None = None, noise: float | None = None) -> Gap:
         """Compare two outputs. Rounding explains the measured noise. ``where``: bool (B, L), or (B,) for whole rows."""
         if where is not None and where.dim() == 1:
             where = where.unsqueeze(1).expand(output.shape[:2])
         if output.shape != expected.shape:
             return Gap(torch.inf, 0.0, (0,) * expected.dim())
-        return compare(output, expected, self.noise, where)
+        return compare(output, expected, self.noise if noise is None else noise, where)
+
+    @cached_property
+    def long(self) -> tuple[dict[str, Tensor], Tensor, float]:
+        """One long row, the output for it, and the noise.
+
+        Raises:
+            NotImplementedError: the model does not read so many tokens.
+        """
+        called = self.called
+        length = min(limit_of(called.model) or LONG, LONG)
+        inputs = called.draw(1, {called.stream.name: length})
+        try:
+            base = called.answer(inputs)
+        except Exception as error:
+            raise NotImplementedError(f"{length} tokens: {fault_text(error)}") from error
+        return inputs, base, rounding(called.answer, called.model, inputs, base)
 
     @cached_property
     def influence(self) -> Tensor:

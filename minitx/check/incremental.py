@@ -34,12 +34,18 @@ def cache(exam: Examination) -> None:
     cuts = {"token-by-token": range(1, L), "prefill-then-tokens": range(L // 2, L), "pieces": random_cuts}
     for kind, places in cuts.items():
         exam.attempt(f"cache/{kind}", partial(pieces.compare, cuts=list(places)))
+    exam.attempt("cache/cut-back", partial(pieces.compare, cuts=[L // 3, L - 2], what=f" that is cut back by {BACK} tokens"))
+    exam.attempt("cache/long", partial(pieces.compare, cuts=[], what=" and a long row"))
     exam.attempt("cache/left-padding", partial(pieces.padded, cuts=[L // 2, L // 2 + 1, L - 3]))
     exam.attempt("cache/static", partial(pieces.static, cuts=[L // 2, L // 2 + 1]))
 
 
+BACK = 3
+"""The number of tokens by which a cache is cut back."""
+
+
 class NoCacheError(ValueError):
-    """The model returns no cache."""
+    """The model returns no cache, or one that cannot be cut back."""
 
 
 class WrongShapeError(RuntimeError):
@@ -50,7 +56,7 @@ class _Pieces:
     """Calls of a model piece by piece, with a cache."""
 
     def __init__(self, exam: Examination, name: str) -> None:
-        self.exam, self.name = exam, name
+        self.exam, self.name, self.inputs = exam, name, exam.inputs
         self.make = getattr(exam.called.model, "make_cache", None)
 
     def _new(self, rows: int, length: int) -> Any:
@@ -65,9 +71,10 @@ class _Pieces:
         keep: Tensor | None = None,
         extra: Mapping[str, Tensor] | None = None,
         cache: Any = None,
+        back: int = 0,
     ) -> Tensor:
-        """Return the outputs of all pieces, joined."""
-        called, inputs = self.exam.called, self.exam.inputs
+        """Return the outputs of all pieces, joined. After the second piece, ``back`` tokens are removed and fed again."""
+        called, inputs = self.exam.called, self.inputs
         stream, tokens = called.stream, inputs[called.stream.name]
         B, L = tokens.shape[:2]
         cache = self._new(B, L) if cache is None else cache
@@ -91,6 +98,14 @@ class _Pieces:
                 if cache is None:
                     raise NoCacheError("the model returns no cache")
             start = end
+            if back and hasattr(cache, "activate_past_recording"):  # of transformers
+                cache.activate_past_recording()
+            if back and len(outputs) == 2:
+                try:
+                    cache.crop(-back)
+                except (AttributeError, RuntimeError) as error:
+                    raise NoCacheError(f"the cache cannot be cut back: {fault_text(error)}") from error
+                outputs[-1], start = outputs[-1][:, :-back], end - back
         return torch.cat(outputs, 1)
 
     def _piece(
@@ -115,14 +130,20 @@ class _Pieces:
             return rest[-1] if rest else None
         return None
 
-    def compare(self, id: str, cuts: Sequence[int]) -> None:
-        """Compare pieces with one call."""
+    def compare(self, id: str, cuts: Sequence[int], what: str = "") -> None:
+        """Compare pieces with one call. Without ``cuts``, the row is long."""
+        exam = self.exam
+        self.inputs, expected, noise = (exam.inputs, exam.base, exam.noise) if cuts else exam.long
+        L = expected.shape[1]
+        cuts = cuts or [L // 2, L // 2 + 1, L - 1]
         try:
-            output = self.run(cuts)
+            output = self.run(cuts, back=BACK * ("cut back" in what))
         except NoCacheError as reason:
-            self.exam.skip(id, str(reason))
+            exam.skip(id, str(reason))
             return
-        self._judge(id, self.exam.gap(output, self.exam.base), cuts)
+        finally:
+            self.inputs = exam.inputs
+        self._judge(id, exam.gap(output, expected, noise=noise), cuts, what)
 
     def _judge(self, id: str, gap: Gap, cuts: Sequence[int], what: str = "") -> None:
         exam = self.exam

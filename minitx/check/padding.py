@@ -109,6 +109,8 @@ class _Padding:
             exam.failed(
                 f"{id}/other-rows", self._id("padding-changes-rows"), Severity.WRONG, fault, witness=witness, gap=between
             )
+        if exam.are_rows_apart:
+            self._one_row(f"{id}/one-row", keep, expected)
         if side != "inside":
             self._alone(f"{id}/alone", side, keep, expected)
 
@@ -135,6 +137,20 @@ class _Padding:
             if self.prefix != "padding":
                 advice = "Hide their keys in every layer of the encoder, and in cross-attention: it needs the mask of the source, too."
         exam.failed(id, self._id(name), Severity.WRONG, fault, advice, witness, gap)
+
+    def _one_row(self, id: str, keep: Tensor, padded: Tensor) -> None:
+        """A padded row gives the same output in a batch and as the only row."""
+        exam = self.exam
+        row = {key: value[1:2] for key, value in exam.inputs.items()}
+        gap = exam.gap(exam.called.answer(row, {self.stream.name: keep[1:2]}), padded[1:2], self._still(keep)[1:2])
+        if gap.is_rounding:
+            exam.passed(id, gap)
+            return
+        fault = f"in a batch of one, {self.stream.mask} has another effect"
+        witness = f"the output of the padded row differs by {gap.size:.2g} (a visible token moves it by {exam.typical:.2g})"
+        exam.failed(
+            id, self._id("mask-in-a-batch-of-one"), Severity.WRONG, fault, "Look for conditions on the batch.", witness, gap
+        )
 
     def _alone(self, id: str, side: str, keep: Tensor, padded: Tensor) -> None:
         """A padded row equals the same row alone."""

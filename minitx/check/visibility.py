@@ -63,19 +63,19 @@ def _attends_over_rows(model: nn.Module) -> bool:
 
 def causality(exam: Examination) -> None:
     """In a causal model, later tokens change nothing."""
-    ids = [f"causality/{kind}" for kind in ("values", "prefix", "with-a-mask", "gradient")]
+    ids = [f"causality/{kind}" for kind in ("values", "prefix", "with-a-mask", "long", "gradient")]
     if not exam.called.streams or not exam.called.has_positions:
         reason = "the output has no positions" if exam.called.streams else "it reads no tokens"
         for id in ids:
             exam.skip(id, reason)
         return
     if not exam.is_causal:
-        for id in ids[:3]:
+        for id in ids[:4]:
             exam.skip(id, "the model is bidirectional; set causal=true if it must not be")
     else:
-        for id, check in zip(ids, (_token_values, _prefix, _with_mask), strict=False):
+        for id, check in zip(ids, (_token_values, _prefix, _with_mask, _long), strict=False):
             exam.attempt(id, partial(check, exam))
-    exam.attempt(ids[3], partial(_gradients, exam))
+    exam.attempt(ids[4], partial(_gradients, exam))
 
 
 def _token_values(exam: Examination, id: str) -> None:
@@ -155,6 +155,28 @@ def _with_mask(exam: Examination, id: str) -> None:
             exam.failed(id, "not-causal-with-a-mask", Severity.WRONG, fault, advice, witness + at, gap)
             return
     exam.passed(id, gap)
+
+
+def _long(exam: Examination, id: str) -> None:
+    """In a long row, the tokens after a multiple of a block change nothing before it."""
+    (inputs, base, noise), name = exam.long, exam.called.stream.name
+    places = torch.arange(base.shape[1]).unsqueeze(0)
+    for cut in (16, 32, 64, 65, 128):
+        if cut < places.numel():
+            changed = exam.called.others(inputs, name, places >= cut)
+            gap = exam.gap(exam.called.answer(changed), base, places < cut, noise)
+            if not gap.is_rounding and (exam.influence.triu(1) > exam.allowed).any():
+                exam.explained(id, "causality", gap)
+                return
+            if not gap.is_rounding:
+                at = exam.where(exam.answers(inputs), exam.answers(changed), places < cut)
+                witness = (
+                    f"of {places.numel()} tokens, those from {cut} on move the output of token {gap.place[1]} by {gap.size:.2g}"
+                )
+                fault, advice = "in a long row, later tokens change earlier outputs", "Look at the borders of blocks or chunks."
+                exam.failed(id, "not-causal-in-a-long-row", Severity.WRONG, fault, advice, witness + at, gap)
+                return
+    exam.passed(id)
 
 
 def _gradients(exam: Examination, id: str) -> None:

@@ -35,7 +35,14 @@ QUICK = [word for word in PROPERTIES if word != "compile"]
 SOURCE = Path(small_gpt.__file__).read_text(encoding="utf-8").partition("FAULTS =")[0]
 SIZES = {"vocab_size": 31, "embed_dim": 24, "num_heads": 3, "num_layers": 2}
 PICTURES = {"image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": 10, "head": "sequence"}
-QUICK_FAULTS = ("no causal mask", "padding mask ignored", "values not cached", "keys detached")
+QUICK_FAULTS = (
+    "no causal mask",
+    "a block of 32 sees the first key of the next block",
+    "padding mask ignored in a batch of one",
+    "padding mask ignored",
+    "values not cached",
+    "keys detached",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -69,10 +76,10 @@ def our(architecture: str, **options) -> nn.Module:
 def test_nothing_is_wrong_with_the_small_gpt():
     report = check_model(gpt(), only=QUICK)
     assert not report.findings, str(report)
-    assert {check.id for check in report.with_status(Status.NOT_TRIED)} == {"documents"}
+    assert {check.id for check in report.with_status(Status.NOT_TRIED)} == {"documents", "cache/cut-back", "loss"}
     assert report.called_as.startswith("GPT(input_ids, attention_mask)")
     tried = {check.id.partition("/")[0] for check in report.with_status(Status.PASSED)}
-    assert tried == {"call", *QUICK} - {"documents"}
+    assert tried == {"call", *QUICK} - {"documents", "loss"}
 
 
 @pytest.mark.parametrize(
@@ -239,6 +246,72 @@ def test_recurrent_models_are_checked_with_their_state():
     assert [f.id for f in check_model(Recurrent(True), only="cache").findings] == ["cache-differs"]
 
 
+class Sums(nn.Module):
+    """The sum of the tokens so far. Its cache has the tokens, and the sums."""
+
+    class Cache:
+        def __init__(self, forgets):
+            self.tokens, self.forgets = torch.zeros(3, 0, 16), forgets
+
+        def crop(self, removed):
+            self.tokens = self.tokens[:, : removed - self.forgets]
+
+    def __init__(self, forgets):
+        super().__init__()
+        self.table, self.forgets = nn.Embedding(40, 16), forgets
+
+    def forward(self, tokens, cache=None):
+        cache = self.Cache(self.forgets) if cache is None else cache
+        x = self.table(tokens)
+        kept = cache.tokens.shape[1]
+        cache.tokens = torch.cat((cache.tokens[:1].expand(len(x), -1, -1) if kept == 0 else cache.tokens, x), 1)
+        return cache.tokens.cumsum(1)[:, kept:], cache
+
+
+def test_a_cache_that_is_cut_back_has_as_many_tokens_as_it_says():
+    right, wrong = (check_model(Sums(forgets), only="cache") for forgets in (0, 1))
+    assert not right.findings and "cache/cut-back" in {check.id for check in right.with_status(Status.PASSED)}, str(right)
+    assert [finding.id for finding in wrong.findings] == ["cache-differs-that-is-cut-back-by-3-tokens"], str(wrong)
+
+
+class WithLoss(nn.Module):
+    """A model of the last two tokens that returns its loss."""
+
+    def __init__(self, shift=1, is_mean=True, narrow=False):
+        super().__init__()
+        self.table, self.head = nn.Embedding(40, 16), nn.Linear(16, 40)
+        self.shift, self.is_mean, self.narrow = shift, is_mean, narrow
+
+    def forward(self, ids, labels=None):
+        x = self.table(ids)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.narrow):
+            logits = self.head(x + 0.5 * nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]).to(x.dtype)
+        if labels is None:
+            return logits
+        parts = logits[:, : -self.shift or None].flatten(0, 1), labels[:, self.shift :].flatten()
+        loss = (
+            nn.functional.cross_entropy(*parts)
+            if self.is_mean
+            else nn.functional.cross_entropy(*parts, reduction="none").mean()
+        )
+        return logits, loss
+
+
+@pytest.mark.parametrize(
+    ("options", "finding"),
+    [
+        ({}, None),
+        ({"shift": 0}, None),
+        ({"shift": 2}, "labels-shifted-twice"),
+        ({"is_mean": False}, "loss-of-hidden-targets"),
+        ({"narrow": True}, "precision-lost"),
+    ],
+)
+def test_a_loss_is_the_mean_over_its_targets_of_logits_in_float32(options, finding):
+    report = check_model(WithLoss(**options), only=["causality", "loss", "gradient"])
+    assert (report.mend_first and report.mend_first.id) == finding, str(report)
+
+
 def test_the_cross_attention_to_padding_is_told_from_the_encoder():
     class Leaks(EncoderDecoder):
         def _run(self, *args, memory_mask=None, **options):
@@ -346,22 +419,29 @@ def test_the_ids_of_the_json_are_stable():
         "causality/values",
         "causality/prefix",
         "causality/with-a-mask",
+        "causality/long",
         "causality/gradient",
         "reach",
         "padding/mask-of-ones",
         "padding/left",
+        "padding/left/one-row",
         "padding/left/alone",
         "padding/right",
+        "padding/right/one-row",
         "padding/right/alone",
         "padding/inside",
+        "padding/inside/one-row",
         "sizes/lengths",
         "sizes/limit",
         "sizes/ids",
         "cache/token-by-token",
         "cache/prefill-then-tokens",
         "cache/pieces",
+        "cache/cut-back",
+        "cache/long",
         "cache/left-padding",
         "documents",
+        "loss",
         "gradient/all",
         "gradient/differences",
         "train-mode",
