@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from minitx.check import strict as kernels
 from minitx.check.copying import copied
-from minitx.check.experiments import BLIND, BLIND_MOVED, DRAWS, EXPERIMENTS, HALF, SIMPLE, Experiment, Operands, Outcome
+from minitx.check.experiments import BLIND, BLIND_MOVED, DRAWS, EXPERIMENTS, HALF, OTHERS, SIMPLE, Experiment, Operands, Outcome
 from minitx.check.mutants import MUTANTS, Mutant
 from minitx.check.reference import dtype_name, naive_attention, tolerance
 from minitx.check.results import Check, Finding, Report, Severity, Status
@@ -39,7 +39,7 @@ from minitx.check.search import (
     with_draws,
 )
 from minitx.check.signatures import chosen_forms, instance_of, read_signature
-from minitx.check.subjects import RETURNS, AttentionLayer, DoesNotApplyError, Function, NotTriedError, Subject, Way
+from minitx.check.subjects import RETURNS, AttentionLayer, DoesNotApplyError, Function, Subject, Way
 
 EXERCISE_STAGES = (1, 2, 3, 4, 5)
 """The stages of a graded exercise: plain; masks; queries without a visible key; wide values and causal; half precision and large scores."""
@@ -519,40 +519,11 @@ def _differ(got: Expected, want: Expected) -> bool:
 
 def _dependences(subject: Subject, trial: Tried) -> list[str]:
     """Sentences about forbidden dependences of the output, for a mistake without a name."""
-    if not isinstance(subject, Function):
+    first, sentences = trial.outcomes[SIMPLE].output, []
+    if first is None or not isinstance(subject, Function):
         return []
-    first = trial.outcomes[SIMPLE]
-    heads = (
-        ([("the last head", (slice(None), -1), "the other heads", (slice(None), slice(-1)))])
-        if len(trial.way.layout.name) > 10
-        else []
-    )
-    places = [("the second sequence", (1,), "the first sequence", (0,)), *heads]
-    sentences = []
-    for changed, index, others, rest in places:
-        again = _changed(subject, trial, index)
-        if (
-            first.output is not None
-            and again is not None
-            and not are_close(again[rest], first.output[rest].double(), is_loose=True)
-        ):
-            sentences.append(f"{changed} changes the output of {others}")
+    for part, others, rest in (("sequence", "the first sequence", 0), ("head", "the other heads", (slice(None), slice(-1)))):
+        again = subject.outcome(trial.way, OTHERS[part]).output
+        if again is not None and not are_close(again[rest], first[rest].double(), is_loose=True):
+            sentences.append(f"the {OTHERS[part].name} changes the output of {others}")
     return sentences
-
-
-def _changed(subject: Function, trial: Tried, index: tuple[Any, ...]) -> Tensor | None:
-    """The output of the plain experiment with other numbers at ``index``."""
-
-    def call(original: Callable[..., Any], /, **arguments: Any) -> Any:
-        for name in trial.way.order.values():
-            moved = trial.way.layout.take(arguments[name].clone(), 4)
-            moved[index] = moved[index] + 1.5
-            arguments[name] = trial.way.layout.put(moved)
-        return original(**arguments)
-
-    other = Function(subject.function, subject.dtype, subject.device, subject.seed)
-    other.function = partial(call, subject.function)
-    try:
-        return other.run(trial.way, SIMPLE).output
-    except (NotTriedError, RuntimeError, IndexError):
-        return None

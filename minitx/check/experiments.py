@@ -30,6 +30,7 @@ class Experiment:
         low: the score of visible keys, approximately, or exactly with a mask. None: random scores.
         hidden: a number that is added to hidden values, or to all values with the mask "nothing".
         small: a factor on the values.
+        other: the part that has other numbers than in the plain experiment: "sequence", "head" or "" (none).
         is_reused: whether the same tensors are passed twice, with other numbers in the first call.
         is_extreme: whether a function that is correct in theory may fail.
         dtype: the dtype of the inputs. None: the dtype of the whole check.
@@ -48,6 +49,7 @@ class Experiment:
     low: float | None = None
     hidden: float = 0.0
     small: float = 1.0
+    other: str = ""
     is_reused: bool = False
     is_extreme: bool = False
     dtype: torch.dtype | None = None
@@ -64,6 +66,7 @@ BLIND = Experiment("a query that sees nothing", 3, mask="nothing", is_extreme=Tr
 BLIND_MOVED = Experiment("other hidden values where a query sees nothing", 3, mask="nothing", hidden=100.0, is_extreme=True)
 CAUSAL = Experiment("causal", 4, is_causal=True)
 WIDE = Experiment("wide values", 4, value_width=11)
+OTHERS = {"sequence": Experiment("second sequence", other="sequence"), "head": Experiment("last head", other="head")}
 HALF = tuple(
     Experiment(f"{name}{' with a mask' if mask else ''}", 5, mask=mask, is_extreme=True, dtype=dtype)
     for name, dtype in (("float16", torch.float16), ("bfloat16", torch.bfloat16))
@@ -142,6 +145,8 @@ def drawn(experiment: Experiment, sizes: HeadSizes = HeadSizes(), seed: int = 0)
     shapes = (B, H, L, D), (B, kv_heads, S, D), (B, kv_heads, S, value_width)
     query, key, value = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     query, value = query * experiment.spread, value * experiment.small
+    for tensor in (query, key, value) if experiment.other else ():
+        tensor[(slice(None), -1) if experiment.other == "head" else 1] += 1.5
     allowed = _mask(experiment, sizes.mask, generator) if experiment.mask else None
     hidden = torch.zeros(B, 1, S, 1, dtype=torch.bool) if allowed is None else ~allowed.any(2)[..., None]
     if experiment.low is not None:  # the last coordinate sets the score

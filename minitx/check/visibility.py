@@ -275,6 +275,8 @@ def reach(exam: Examination) -> None:
         exam.note("window", f"{kind}; token {i} does not see token {j}, one of {len(blind)} such pairs, as with a window")
     elif not exam.is_causal:
         exam.note("bidirectional", "bidirectional: every token sees every other; set causal=true if it must not")
+    if "position_ids" in exam.called.names:
+        exam.attempt("reach/positions", partial(_shifted_positions, exam))
     name = exam.called.stream.name
     if exam.inputs[name].shape[1] > 4 and not blind:
         order = list(range(exam.inputs[name].shape[1]))
@@ -285,3 +287,12 @@ def reach(exam: Examination) -> None:
                 "no-order", "swapping two earlier tokens does not change the output of the last token", "Are there positions?"
             )
     exam.passed("reach")
+
+
+def _shifted_positions(exam: Examination, id: str) -> None:
+    """Note whether the output depends on absolute positions."""
+    places = torch.arange(exam.base.shape[1], device=exam.called.device).expand(exam.base.shape[:2])
+    near, far = (exam.called.answer(exam.inputs, position_ids=places + shift) for shift in (0, 3))
+    if not exam.gap(far, near).is_rounding:
+        exam.note("absolute-positions", "adding 3 to all position_ids changes the output: positions are absolute, not relative")
+    exam.passed(id)
