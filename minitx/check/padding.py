@@ -148,9 +148,8 @@ class _Padding:
             return
         fault = f"in a batch of one, {self.stream.mask} has another effect"
         witness = f"the output of the padded row differs by {gap.size:.2g} (a visible token moves it by {exam.typical:.2g})"
-        exam.failed(
-            id, self._id("mask-in-a-batch-of-one"), Severity.WRONG, fault, "Look for conditions on the batch.", witness, gap
-        )
+        name = self._id("mask-in-a-batch-of-one")
+        exam.failed(id, name, Severity.WRONG, fault, "Look for conditions on the batch size.", witness, gap)
 
     def _alone(self, id: str, side: str, keep: Tensor, padded: Tensor) -> None:
         """A padded row equals the same row alone."""

@@ -23,7 +23,8 @@ def loss(exam: Examination) -> None:
     """The loss is the mean over its own targets, and labels are shifted once."""
     called, L = exam.called, exam.base.shape[-2]
     name = next((name for name in ("labels", "targets") if name in called.names), None)
-    if name is None or not called.has_positions or exam.base.shape[-1] < called.vocabulary or len(called.streams) > 1:
+    is_of_ids = called.has_positions and len(called.streams) == 1 and called.stream.width is None
+    if name is None or not is_of_ids or exam.base.shape[-1] < called.vocabulary:
         exam.skip("loss", "no argument for labels of tokens was found")
         return
     labels = called.draw()[called.stream.name]
@@ -32,11 +33,8 @@ def loss(exam: Examination) -> None:
         exam.skip("loss", "it is not the mean cross-entropy of the logits")
         return
     if shift == 2:
-        fault, advice = (
-            "labels are shifted twice: the loss is of the token after the next",
-            "Shift in the data or in the model.",
-        )
-        exam.failed("loss/shift", "labels-shifted-twice", Severity.WRONG, fault, advice)
+        fault = "labels are shifted twice: the loss is of the token after the next"
+        exam.failed("loss/shift", "labels-shifted-twice", Severity.WRONG, fault, "Shift in the data or in the model.")
         return
     exam.passed("loss/shift")
     labels[0, : L // 2] = labels[1, L - 2 :] = IGNORED
@@ -47,11 +45,8 @@ def loss(exam: Examination) -> None:
             exam.skip("loss/hidden", f"the label {IGNORED} raises")
             return
         if not is_mean:
-            fault, advice = (
-                f"the loss of {what} is not the mean over its targets",
-                f"Divide by the number of labels that are not {IGNORED}.",
-            )
-            exam.failed("loss/hidden", "loss-of-hidden-targets", Severity.FRAGILE, fault, advice)
+            fault = f"the loss of {what} is not the mean over the labels that are not {IGNORED}"
+            exam.failed("loss/hidden", "loss-of-hidden-targets", Severity.FRAGILE, fault, "Divide by their number.")
             return
     exam.passed("loss/hidden")
 
