@@ -120,6 +120,8 @@ class CalledModel:
         prepended: the number of output positions before the tokens, such as virtual tokens of prompt tuning. They are left out.
         vocabulary: the number of ids. usable: the ids without special tokens.
         changed: the tokens and masks that a call changed in place. Each call gets copies.
+        pad: the id for padding, if the config or the table states it.
+        is_length_first: whether tokens and output are (L, B, ...). Masks are (B, L) in any case, as in torch.
     """
 
     model: nn.Module
@@ -137,6 +139,8 @@ class CalledModel:
     gives_targets: bool = False
     is_positional: bool = False
     changed: set[str] = field(default_factory=set)
+    pad: int | None = None
+    is_length_first: bool = False
 
     @property
     def stream(self) -> Stream:
@@ -188,6 +192,8 @@ class CalledModel:
             if keep is not None and stream.name in keep:
                 assert stream.form is not None and stream.mask is not None
                 originals[stream.mask] = stream.form.write(keep[stream.name].to(self.device))
+        if self.is_length_first:
+            originals |= {s.name: originals[s.name].transpose(0, 1) for s in self.streams}
         copies = {name: tensor.clone() for name, tensor in originals.items()}
         result = self._called({**self.constants, **copies}, options)
         self.changed.update(name for name, tensor in originals.items() if not torch.equal(copies[name], tensor))
@@ -213,6 +219,8 @@ class CalledModel:
         output = _floats(result)
         if output is None:
             raise ValueError(f"{type(self.model).__name__} returns no floating-point tensor, got {type(result).__name__}")
+        if self.is_length_first:
+            return output.transpose(0, 1)
         if self.streams:
             B, L = inputs[self.stream.name].shape[:2]
             if output.shape[:1] == (B * L,) and B > 1 < L and output.dim() == 2:
@@ -225,16 +233,16 @@ class CalledModel:
         if self.picture is not None:
             shape = f"(B, {self.picture[0]}, {self.picture[1]}, {self.picture[1]})"
             return f"{name}({self.pixels}): {self.pixels} {shape}"
-        arguments, forms = [], []
+        arguments, forms, axes = list[str](), list[str](), "L, B" if self.is_length_first else "B, L"
         for stream in self.streams:
             arguments.append(stream.name)
-            forms.append(f"{stream.name} {'(B, L)' if stream.width is None else f'(B, L, {stream.width})'}")
+            forms.append(f"{stream.name} ({axes}{'' if stream.width is None else f', {stream.width}'})")
             if stream.mask is not None and stream.form is not None:
                 arguments.append(stream.mask)
                 forms.append(f"{stream.mask} {stream.form}")
         arguments += ["targets"] * self.gives_targets
         length = f"{self.prepended} + L" if self.prepended else "L"
-        out = f"(B, {length}, ·)" if self.has_positions else "(B, ·)"
+        out = f"({axes.replace('L', length)}, ·)" if self.has_positions else "(B, ·)"
         return f"{name}({', '.join(arguments)}): {'; '.join(forms)}; output {out}"
 
 
@@ -252,6 +260,8 @@ def make_called(model: nn.Module, seed: int, device: torch.device | str, dtype: 
     where = next((p.device for p in model.parameters()), torch.device(device))
     called = CalledModel(model, names, generator, where)
     called.vocabulary, called.usable = _vocabulary(model)
+    pads = (_stated(called.config, "pad_token_id"), *(table.padding_idx for table in _tables(model)))
+    called.pad = next((pad for pad in pads if isinstance(pad, int) and pad >= 0), None)
     faults: dict[str, None] = {}
     for candidate in _ways(called, required):
         try:
@@ -391,7 +401,7 @@ def fault_text(error: Exception) -> str:
 
 def is_refusal(error: Exception) -> bool:
     """Return whether an error reports an unsupported call. Such an error is not a fault."""
-    return isinstance(error, ValueError | NotImplementedError | TypeError)
+    return isinstance(error, ValueError | NotImplementedError | TypeError | AssertionError)
 
 
 def _stated(config: Any, name: str) -> Any:
@@ -456,7 +466,9 @@ def decoder_signs(model: nn.Module) -> str:
     name, config = type(model).__name__, getattr(model, "config", None)
     if re.search(r"CausalLM|(?<!With)LMHeadModel|GPT|DecoderLM", name):
         return f"its class is {name}"
-    if getattr(model, "causal", False) is True or _stated(config, "is_decoder") is True:
+    if getattr(model, "causal", False) is True or any(
+        _stated(config, key) is True for key in ("is_decoder", "is_encoder_decoder")
+    ):
         return "its config or class marks it as a decoder"
     for path, buffer in model.named_buffers():
         if buffer.dim() >= 2 and buffer.shape[-1] == buffer.shape[-2] > 2:
@@ -466,3 +478,28 @@ def decoder_signs(model: nn.Module) -> str:
                 if torch.equal(triangle, torch.ones_like(triangle).tril()):
                     return f"the buffer {path} is a causal mask"
     return ""
+
+
+def returned_cache(result: Any, name: str) -> Any:
+    """Return the cache in the result of a call whose argument for it is ``name``, or None."""
+    for key in (name, "past_key_values", "cache_params", "state"):
+        cache = result.get(key) if isinstance(result, Mapping) else getattr(result, key, None)
+        if cache is not None:
+            return cache
+    parts = result[1:] if isinstance(result, tuple) else ()
+    rest = [part for part in parts if part is not None and not (isinstance(part, Tensor) and part.dim() == 0)]
+    return rest[-1] if rest else None
+
+
+def returns_cache(called: CalledModel) -> bool:
+    """Return whether the model gives back a cache of its tokens. A recurrent state is none: a bidirectional model has one, too."""
+    name = next((name for name in CACHES if name in called.names), None)
+    if name in (None, "state", "hidden"):
+        return False
+    if hasattr(called.model, "make_cache"):
+        return True
+    try:
+        options: dict[str, Any] = {"use_cache": True} if "use_cache" in called.names else {}
+        return returned_cache(called.run(called.draw(), **options), str(name)) is not None
+    except Exception:
+        return False

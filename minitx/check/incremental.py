@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitx.check.called_model import CACHES, fault_text
+from minitx.check.called_model import CACHES, fault_text, returned_cache
 from minitx.check.examination import Examination
 from minitx.check.properties import Gap
 from minitx.check.results import Severity
@@ -23,6 +23,9 @@ def cache(exam: Examination) -> None:
     name = next((name for name in CACHES if name in called.names), None)
     if name is None or not called.streams or not called.has_positions:
         exam.skip("cache", "no argument for a cache was found")
+        return
+    if not exam.is_causal:
+        exam.skip("cache", "the model is bidirectional")
         return
     learned_prompt = getattr(getattr(called.model, "active_peft_config", None), "is_prompt_learning", False)
     if called.prepended or learned_prompt:
@@ -87,7 +90,7 @@ class _Pieces:
                 shape = tuple(outputs[-1].shape)
                 raise WrongShapeError(f"a piece of {end - start} tokens in {B} rows gives an output of shape {shape}")
             if self.make is None:
-                cache = self._returned(result)
+                cache = returned_cache(result, self.name)
                 if cache is None:
                     raise NoCacheError("the model returns no cache")
             start = end
@@ -104,16 +107,6 @@ class _Pieces:
             if keep is None or start == 0 or self.make is not None:
                 raise
             return called.run(piece, {called.stream.name: keep[:, start:end]}, **options)
-
-    def _returned(self, result: Any) -> Any:
-        for name in (self.name, "past_key_values", "cache_params", "state"):
-            cache = result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
-            if cache is not None:
-                return cache
-        if isinstance(result, tuple) and len(result) > 1:
-            rest = [part for part in result[1:] if part is not None and not (isinstance(part, Tensor) and part.dim() == 0)]
-            return rest[-1] if rest else None
-        return None
 
     def compare(self, id: str, cuts: Sequence[int]) -> None:
         """Compare pieces with one call."""

@@ -206,7 +206,7 @@ def test_a_model_without_a_mask_passes_and_its_padding_is_not_counted_as_right()
 def test_a_bidirectional_model_is_wrong_only_if_it_must_be_causal():
     model = Bare(lambda x: x + x.mean(1, keepdim=True))
     assert check_model(model, only="causality").is_right
-    assert [f.id for f in check_model(model, only="causality", causal=True).findings] == ["not-causal"]
+    assert [f.id for f in check_model(model, only="causality", expect="causal").findings] == ["not-causal"]
 
 
 def test_batch_first_that_was_forgotten_is_named():
