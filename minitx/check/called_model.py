@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from minitx.check.copying import copied
 
@@ -121,6 +122,7 @@ class CalledModel:
         vocabulary: the number of ids. usable: the ids without special tokens.
         changed: the tokens and masks that a call changed in place. Each call gets copies.
         pad: the id for padding, if the config or the table states it.
+        has_width: whether the output has an axis after (B, L). Without it, one is added.
         is_length_first: whether tokens and output are (L, B, ...). Masks are (B, L) in any case, as in torch.
     """
 
@@ -141,6 +143,7 @@ class CalledModel:
     changed: set[str] = field(default_factory=set)
     pad: int | None = None
     is_length_first: bool = False
+    has_width: bool = True
 
     @property
     def stream(self) -> Stream:
@@ -219,6 +222,7 @@ class CalledModel:
         output = _floats(result)
         if output is None:
             raise ValueError(f"{type(self.model).__name__} returns no floating-point tensor, got {type(result).__name__}")
+        output = output if self.has_width else output.unsqueeze(-1)
         if self.is_length_first:
             return output.transpose(0, 1)
         if self.streams:
@@ -278,6 +282,8 @@ def make_called(model: nn.Module, seed: int, device: torch.device | str, dtype: 
             if "targets" in names and output.dim() == 3 and output.shape[1] == 1 < L:  # nanoGPT: all logits only with targets
                 candidate.gives_targets = True
                 output = candidate.answer(inputs)
+            if output.shape[1:] == (L,) and _lengths(candidate) == (L - 1,):
+                candidate.has_width, output = False, output.unsqueeze(-1)
             candidate.prepended = _prepended(candidate, output)
             candidate.has_positions = output.dim() >= 3 and output.shape[1] == candidate.prepended + L
         else:
@@ -288,14 +294,18 @@ def make_called(model: nn.Module, seed: int, device: torch.device | str, dtype: 
 
 def _prepended(called: CalledModel, output: Tensor) -> int:
     """The number of output positions before the tokens. It must not change with the number of tokens."""
-    name, L = called.stream.name, called.stream.length
+    L = called.stream.length
     if output.dim() < 3 or output.shape[1] <= L:
         return 0
+    return output.shape[1] - L if _lengths(called)[:1] == (output.shape[1] - 1,) else 0
+
+
+def _lengths(called: CalledModel) -> tuple[int, ...]:
+    """The axes of the output after the rows if the tokens are one fewer, or () if the model reads whole blocks."""
     try:
-        shorter = called.answer(called.draw(NUM_ROWS, {name: L - 1}))
-    except Exception:  # the model reads whole blocks
-        return 0
-    return output.shape[1] - L if output.shape[1] - shorter.shape[1] == 1 else 0
+        return called.answer(called.draw(NUM_ROWS, {called.stream.name: called.stream.length - 1})).shape[1:]
+    except Exception:
+        return ()
 
 
 def _ways(called: CalledModel, required: Sequence[str]) -> Iterator[CalledModel]:
@@ -315,14 +325,12 @@ def _ways(called: CalledModel, required: Sequence[str]) -> Iterator[CalledModel]
     target = next((name for name in TARGET_IDS if name in names), None)
     mask = next((name for name in MASK_NAMES if name in names), None)
     target_mask = next((name for name in TARGET_MASKS if name in names), None)
-    width = None if _tables(model) else _input_width(model)
-    if width is not None and "inputs_embeds" in names:
-        ids = "inputs_embeds"
     limit = limit_of(model)
-    for length in LENGTHS:
+    widths: list[int | None] = [*([None] if _tables(model) else []), *_input_widths(model)]
+    for width, length in product(widths or [None], LENGTHS):
         if limit is not None and length > limit:
             continue
-        source = Stream(ids, length, mask, width)
+        source = Stream("inputs_embeds" if width is not None and "inputs_embeds" in names else ids, length, mask, width)
         streams = (source,) if target is None else (source, Stream(target, max(2, length - 3), target_mask, width))
         known = {stream.name for stream in streams}
         rest = [name for name in required if name not in known]
@@ -414,15 +422,12 @@ def _tables(model: nn.Module) -> list[nn.Embedding]:
     return [m for m in model.modules() if isinstance(m, nn.Embedding)]
 
 
-def _input_width(model: nn.Module) -> int | None:
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            return module.in_features
-        if isinstance(module, nn.RNNBase):
-            return module.input_size
-        if isinstance(module, nn.MultiheadAttention):
-            return module.embed_dim
-    return None
+def _input_widths(model: nn.Module) -> list[int]:
+    """The widths of vectors to try: those that the first modules read."""
+    found = (
+        getattr(m, name, None) for m in model.modules() for name in ("in_features", "input_size", "embed_dim", "in_channels")
+    )
+    return list(dict.fromkeys(width for width in found if isinstance(width, int)))[:4]
 
 
 def _vocabulary(model: nn.Module) -> tuple[int, Tensor]:
@@ -464,7 +469,7 @@ def _floats(result: Any) -> Tensor | None:
 def decoder_signs(model: nn.Module) -> str:
     """Return the reason to expect that the model is causal, or an empty string."""
     name, config = type(model).__name__, getattr(model, "config", None)
-    if re.search(r"CausalLM|(?<!With)LMHeadModel|GPT|DecoderLM", name):
+    if re.search(r"CausalLM|GPT|DecoderLM", name) and not (_stated(config, "is_decoder") is False and "GPT" not in name):
         return f"its class is {name}"
     if getattr(model, "causal", False) is True or any(
         _stated(config, key) is True for key in ("is_decoder", "is_encoder_decoder")
@@ -478,6 +483,27 @@ def decoder_signs(model: nn.Module) -> str:
                 if torch.equal(triangle, torch.ones_like(triangle).tril()):
                     return f"the buffer {path} is a causal mask"
     return ""
+
+
+class _Dropouts(TorchFunctionMode):
+    """Count the calls of dropout with a rate."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        rates = [value for name, value in (kwargs or {}).items() if name.startswith("dropout")]
+        if "dropout" in getattr(func, "__name__", "") and True in args[2:]:
+            rates.append(args[1])
+        self.count += any(rates)
+        return func(*args, **(kwargs or {}))
+
+
+def draws_by_itself(call: Callable[[], Any]) -> bool:
+    """Return whether a call draws random numbers, and none of them for dropout."""
+    with torch.random.fork_rng(), _Dropouts() as dropouts:
+        before = torch.get_rng_state()
+        call()
+        return not dropouts.count and not torch.equal(torch.get_rng_state(), before)
 
 
 def returned_cache(result: Any, name: str) -> Any:

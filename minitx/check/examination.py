@@ -14,6 +14,7 @@ from minitx.check.called_model import (
     CalledModel,
     Stream,
     decoder_signs,
+    draws_by_itself,
     fault_text,
     find_forms,
     is_refusal,
@@ -83,6 +84,10 @@ class Examination:
         again = compare(called.answer(self.inputs), self.base, 0.0)
         if not again.is_rounding:
             call = self.answers(self.inputs)
+            if draws_by_itself(call):
+                fault = "it draws random numbers in evaluation, and not for dropout, so nothing else is judged"
+                self.failed("determinism", "random-by-itself", Severity.FRAGILE, fault, "Seed each call, or draw them once.")
+                raise StopError(fault)
             advice = (
                 "In evaluation there is no dropout: F.dropout needs training=self.training, "
                 "and scaled_dot_product_attention needs dropout_p=0."

@@ -93,7 +93,7 @@ def check_model(
             called = make_called(model, seed, device, dtype)
         except CannotBeCalledError as faults:
             checks = [Check(word, Status.NOT_TRIED, "no way to call it was found") for word in chosen]
-            finding = Finding("cannot-be-called", Severity.WRONG, "no way to call the model was found", CALL, str(faults))
+            finding = Finding("cannot-be-called", Severity.FRAGILE, "no way to call the model was found", CALL, str(faults))
             return Report(name, "", seed, tuple(checks), (finding,))
         examination = Examination(called, seed, expect or "", repeat or "check_model(model, {})")
         _examine(examination, [word for word in PROPERTIES if word in chosen])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,6 +106,13 @@ class _Padding:
             )
             exam.skip(id, text)
             return
+        if not gap.is_rounding and self._reads_edge(keep, side):
+            text = (
+                f"the output is read at the {'first' if side == 'left' else 'last'} token, also if {self.stream.mask} hides it"
+            )
+            exam.note(self._id(f"reads-{side}-edge"), text, f"Do not pad on the {side}.")
+            exam.skip(id, text)
+            return
         if not gap.is_rounding:
             self._leaks(id, side, keep, gap, exam.where(calm, moved, *self._stills(keep)))
             return
@@ -127,19 +135,43 @@ class _Padding:
         rows = torch.arange(self.B) == 1
         return [still & (rows if still.dim() == 1 else rows[:, None]) for still in stills]
 
+    def _reads_edge(self, keep: Tensor, side: str) -> bool:
+        """Return whether one output for the row is moved by the outermost hidden token alone, as by the first token of BERT."""
+        if self.is_output or side == "inside":
+            return False
+        changed = ~keep
+        changed[:, 0 if side == "left" else -1] = False
+        others = self.exam.called.others(self.exam.inputs, self.stream.name, changed)
+        first, second = (self.exam.called.answer(tokens, {self.stream.name: keep}) for tokens in (self.exam.inputs, others))
+        return self.exam.gap(second, first).is_rounding
+
     def _knows_its_pad(self, keep: Tensor) -> bool:
         """Return whether hidden tokens with the id for padding change nothing: the row equals the same row alone."""
-        exam, name, real = self.exam, self.stream.name, keep[1]
+        exam, name = self.exam, self.stream.name
         if exam.called.pad is None or self.stream.width is not None:
             return False
         tokens = exam.inputs[name].masked_fill(~keep.to(exam.called.device), exam.called.pad)
-        positions = {"position_ids": _positions(keep, exam)} if "position_ids" in exam.called.names else {}
-        alone = {key: value[1:2] for key, value in exam.inputs.items()} | {name: tokens[1:2, real].contiguous()}
-        padded = exam.called.answer({**exam.inputs, name: tokens}, {name: keep}, **positions)[1:2]
-        return exam.gap(padded[:, real] if self.is_output else padded, exam.called.answer(alone)).is_rounding
+        return self._with_positions({**exam.inputs, name: tokens}, keep).is_rounding
+
+    def _with_positions(self, inputs: dict[str, Tensor], keep: Tensor) -> Gap:
+        """The gap between a padded row and the same row alone, with equal position_ids if the model takes them."""
+        exam, name, real = self.exam, self.stream.name, keep[1]
+        positions: dict[str, Tensor] = {}
+        if "position_ids" in exam.called.names:
+            positions = {"position_ids": (keep.long().cumsum(-1) - 1).clamp(min=0).to(exam.called.device)}
+        alone = {key: value[1:2] for key, value in inputs.items()} | {name: inputs[name][1:2, real].contiguous()}
+        padded = exam.called.answer(inputs, {name: keep}, **positions)[1:2]
+        of_alone: dict[str, Any] = {key: value[1:2, real] for key, value in positions.items()}
+        expected = exam.called.answer(alone, **of_alone)
+        return exam.gap(padded[:, real] if self.is_output else padded, expected)
 
     def _leaks(self, id: str, side: str, keep: Tensor, gap: Gap, at: str) -> None:
         exam, mask = self.exam, self.stream.mask
+        if other := self._cured_by(keep):
+            text = f"{mask} hides tokens only together with {other}"
+            exam.note(self._id("needs-another-mask"), text, f"Pass the mask of these tokens as {other}, too.")
+            exam.skip(id, text)
+            return
         plain = exam.gap(exam.called.answer(exam.inputs, {self.stream.name: keep}), exam.base)
         witness = f"other tokens at hidden places {_where(side)} move the output of row {gap.place[0]}"
         witness += f", token {gap.place[1]}," if self.is_output else ""
@@ -155,6 +187,22 @@ class _Padding:
             if self.prefix != "padding":
                 advice = "Hide their keys in every layer of the encoder, and in cross-attention: it needs the mask of the source, too."
         exam.failed(id, self._id(name), Severity.WRONG, fault, advice, witness, gap)
+
+    def _cured_by(self, keep: Tensor) -> str:
+        """Return another argument for a mask with which the hidden tokens change nothing, or an empty string."""
+        exam, form = self.exam, self.stream.form
+        assert form is not None
+        taken = {stream.mask for stream in exam.called.streams}
+        changed = exam.called.others(exam.inputs, self.stream.name, ~keep)
+        masks, mask = {self.stream.name: keep}, form.write(keep.to(exam.called.device))
+        for name in (name for name in exam.called.names if "mask" in name and name not in taken):
+            try:
+                first, second = (exam.called.answer(tokens, masks, **{name: mask}) for tokens in (exam.inputs, changed))
+                if exam.gap(second, first, self._still(keep)).is_rounding:
+                    return name
+            except Exception:  # this argument takes another form
+                continue
+        return ""
 
     def _alone(self, id: str, side: str, keep: Tensor, padded: Tensor) -> None:
         """A padded row equals the same row alone."""
@@ -186,8 +234,7 @@ class _Padding:
         severity = Severity.NOTE
         if "position_ids" in exam.called.names:
             try:
-                cured = exam.called.answer(exam.inputs, {name: keep}, position_ids=_positions(keep, exam))[1:2]
-                is_cured = exam.gap(cured[:, real] if self.is_output else cured, expected).is_rounding
+                is_cured = self._with_positions(exam.inputs, keep).is_rounding
             except Exception:
                 is_cured = False
             severity = Severity.NOTE if is_cured else Severity.FRAGILE
@@ -196,11 +243,6 @@ class _Padding:
 
     def _id(self, name: str) -> str:
         return name if self.prefix == "padding" else f"source-{name}"
-
-
-def _positions(keep: Tensor, exam: Examination) -> Tensor:
-    """Positions that begin at the first real token."""
-    return (keep.long().cumsum(-1) - 1).clamp(min=0).to(exam.called.device)
 
 
 def _where(side: str) -> str:

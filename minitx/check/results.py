@@ -128,8 +128,8 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """Return 1 if something is wrong, else 0."""
-        return 0 if self.is_right else 1
+        """Return 1 if something is wrong, 2 if no way to call the subject was found, else 0."""
+        return 1 if not self.is_right else 0 if self.called_as else 2
 
     @property
     def points(self) -> tuple[int, int] | None:

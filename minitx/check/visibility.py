@@ -233,7 +233,12 @@ def _token_gradients(exam: Examination) -> Tensor | str:
     leaves: list[Tensor] = []
 
     def leaf(module: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
-        same = args and args[0].shape == inputs[name].shape and torch.equal(args[0].to(inputs[name].device), inputs[name])
+        same = (
+            args
+            and isinstance(args[0], Tensor)
+            and args[0].shape == inputs[name].shape
+            and torch.equal(args[0].to(inputs[name].device), inputs[name])
+        )
         if not same or module.num_embeddings < called.vocabulary:
             return None
         leaves.append(output.detach().requires_grad_())
