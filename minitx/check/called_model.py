@@ -486,16 +486,15 @@ def decoder_signs(model: nn.Module) -> str:
 
 
 class _Dropouts(TorchFunctionMode):
-    """Count the calls of dropout with a rate."""
+    """Count the calls of dropout that is switched on."""
 
     count = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        rates = [value for name, value in (kwargs or {}).items() if name.startswith("dropout")]
-        if "dropout" in getattr(func, "__name__", "") and True in args[2:]:
-            rates.append(args[1])
-        self.count += any(rates)
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        is_on = "dropout" in getattr(func, "__name__", "") and (kwargs.get("training") or args[2:3] == (True,))
+        self.count += bool(is_on or kwargs.get("dropout_p"))
+        return func(*args, **kwargs)
 
 
 def draws_by_itself(call: Callable[[], Any]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -97,24 +98,12 @@ class _Padding:
             text = "NaN at the padding itself, so the sum of all losses is NaN"
             exam.failed(f"{id}/finite", self._id("nan-at-padding"), Severity.FRAGILE, text, "Clear rows that see nothing.")
         gap = exam.gap(moved(), expected, still)
-        if not gap.is_rounding and self._knows_its_pad(keep):
-            text = f"padding is recognised by the id {exam.called.pad}, not by {self.stream.mask}"
-            exam.note(
-                self._id("padding-by-id"),
-                text,
-                f"Hide tokens with this id: with another id, they move the output by {gap.size:.2g}.",
-            )
-            exam.skip(id, text)
-            return
-        if not gap.is_rounding and self._reads_edge(keep, side):
-            text = (
-                f"the output is read at the {'first' if side == 'left' else 'last'} token, also if {self.stream.mask} hides it"
-            )
-            exam.note(self._id(f"reads-{side}-edge"), text, f"Do not pad on the {side}.")
-            exam.skip(id, text)
-            return
         if not gap.is_rounding:
-            self._leaks(id, side, keep, gap, exam.where(calm, moved, *self._stills(keep)))
+            if excuse := self._excuse(keep, side):
+                exam.note(self._id(excuse[0]), *excuse[1:])
+                exam.skip(id, excuse[1])
+            else:
+                self._leaks(id, side, keep, gap, exam.where(calm, moved, *self._stills(keep)))
             return
         exam.passed(id, gap)
         others = torch.ones_like(still)
@@ -135,23 +124,47 @@ class _Padding:
         rows = torch.arange(self.B) == 1
         return [still & (rows if still.dim() == 1 else rows[:, None]) for still in stills]
 
-    def _reads_edge(self, keep: Tensor, side: str) -> bool:
-        """Return whether one output for the row is moved by the outermost hidden token alone, as by the first token of BERT."""
-        if self.is_output or side == "inside":
-            return False
-        changed = ~keep
-        changed[:, 0 if side == "left" else -1] = False
-        others = self.exam.called.others(self.exam.inputs, self.stream.name, changed)
-        first, second = (self.exam.called.answer(tokens, {self.stream.name: keep}) for tokens in (self.exam.inputs, others))
-        return self.exam.gap(second, first).is_rounding
+    def _excuse(self, keep: Tensor, side: str) -> tuple[str, str, str] | None:
+        """Return an id, a sentence and advice if the model may let hidden tokens of this kind move the output.
 
-    def _knows_its_pad(self, keep: Tensor) -> bool:
-        """Return whether hidden tokens with the id for padding change nothing: the row equals the same row alone."""
-        exam, name = self.exam, self.stream.name
-        if exam.called.pad is None or self.stream.width is not None:
-            return False
-        tokens = exam.inputs[name].masked_fill(~keep.to(exam.called.device), exam.called.pad)
-        return self._with_positions({**exam.inputs, name: tokens}, keep).is_rounding
+        It knows padding by its id, it reads one output at the outermost token, or it hides tokens only with another mask, too.
+        """
+        exam, name, mask = self.exam, self.stream.name, self.stream.mask
+        assert self.stream.form is not None
+        if exam.called.pad is not None and self.stream.width is None:
+            tokens = exam.inputs[name].masked_fill(~keep.to(exam.called.device), exam.called.pad)
+            if self._with_positions({**exam.inputs, name: tokens}, keep).is_rounding:
+                return (
+                    "padding-by-id",
+                    f"padding is recognised by the id {exam.called.pad}, not by {mask}",
+                    "Hide tokens with this id.",
+                )
+        if not self.is_output and side != "inside":
+            inner, edge = ~keep, "first" if side == "left" else "last"
+            inner[:, 0 if side == "left" else -1] = False
+            if not self._moved(keep, inner):
+                return (
+                    f"reads-{side}-edge",
+                    f"the output is read at the {edge} token, also if {mask} hides it",
+                    f"Do not pad on the {side}.",
+                )
+        taken = {stream.mask for stream in exam.called.streams}
+        for other in (other for other in exam.called.names if "mask" in other and other not in taken):
+            with suppress(Exception):  # this argument takes another form
+                if not self._moved(keep, ~keep, **{other: self.stream.form.write(keep.to(exam.called.device))}):
+                    return (
+                        "needs-another-mask",
+                        f"{mask} hides tokens only together with {other}",
+                        f"Pass the mask as {other}, too.",
+                    )
+        return None
+
+    def _moved(self, keep: Tensor, changed: Tensor, **options: Any) -> bool:
+        """Return whether other tokens at ``changed`` move the output."""
+        called, inputs, masks = self.exam.called, self.exam.inputs, {self.stream.name: keep}
+        twins = inputs, called.others(inputs, self.stream.name, changed)
+        first, second = (called.answer(tokens, masks, **options) for tokens in twins)
+        return not self.exam.gap(second, first, self._still(keep)).is_rounding
 
     def _with_positions(self, inputs: dict[str, Tensor], keep: Tensor) -> Gap:
         """The gap between a padded row and the same row alone, with equal position_ids if the model takes them."""
@@ -167,11 +180,6 @@ class _Padding:
 
     def _leaks(self, id: str, side: str, keep: Tensor, gap: Gap, at: str) -> None:
         exam, mask = self.exam, self.stream.mask
-        if other := self._cured_by(keep):
-            text = f"{mask} hides tokens only together with {other}"
-            exam.note(self._id("needs-another-mask"), text, f"Pass the mask of these tokens as {other}, too.")
-            exam.skip(id, text)
-            return
         plain = exam.gap(exam.called.answer(exam.inputs, {self.stream.name: keep}), exam.base)
         witness = f"other tokens at hidden places {_where(side)} move the output of row {gap.place[0]}"
         witness += f", token {gap.place[1]}," if self.is_output else ""
@@ -187,22 +195,6 @@ class _Padding:
             if self.prefix != "padding":
                 advice = "Hide their keys in every layer of the encoder, and in cross-attention: it needs the mask of the source, too."
         exam.failed(id, self._id(name), Severity.WRONG, fault, advice, witness, gap)
-
-    def _cured_by(self, keep: Tensor) -> str:
-        """Return another argument for a mask with which the hidden tokens change nothing, or an empty string."""
-        exam, form = self.exam, self.stream.form
-        assert form is not None
-        taken = {stream.mask for stream in exam.called.streams}
-        changed = exam.called.others(exam.inputs, self.stream.name, ~keep)
-        masks, mask = {self.stream.name: keep}, form.write(keep.to(exam.called.device))
-        for name in (name for name in exam.called.names if "mask" in name and name not in taken):
-            try:
-                first, second = (exam.called.answer(tokens, masks, **{name: mask}) for tokens in (exam.inputs, changed))
-                if exam.gap(second, first, self._still(keep)).is_rounding:
-                    return name
-            except Exception:  # this argument takes another form
-                continue
-        return ""
 
     def _alone(self, id: str, side: str, keep: Tensor, padded: Tensor) -> None:
         """A padded row equals the same row alone."""
