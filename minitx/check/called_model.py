@@ -22,7 +22,7 @@ LENGTHS = (12, 16, 32, 64, 128, 8, 5, 10, 7, 9, 6, 4, 3, 2)
 IDS = ("input_ids", "idx", "ids", "tokens", "token_ids", "inputs", "x", "src", "input", "xb")
 TARGET_IDS = ("decoder_input_ids", "tgt", "target_ids", "tgt_ids", "decoder_ids")
 PIXELS = ("pixel_values", "images", "image", "img", "imgs", "pixels")
-MASK_NAMES = (
+MASK_NAMES = [
     "attention_mask",
     "key_mask",
     "padding_mask",
@@ -31,20 +31,10 @@ MASK_NAMES = (
     "pad_mask",
     "src_mask",
     "mask",
-)
+]
 TARGET_MASKS = ("decoder_attention_mask", "decoder_key_mask", "tgt_key_padding_mask", "tgt_mask")
 CACHES = ("past_key_values", "cache", "cache_params", "kv_cache", "past_kv", "past", "state", "hidden")
 LIMITS = ("max_position_embeddings", "n_positions", "block_size", "max_len", "max_seq_len", "context_length", "max_length")
-SPECIAL_IDS = (
-    "pad_token_id",
-    "eos_token_id",
-    "bos_token_id",
-    "decoder_start_token_id",
-    "pad_id",
-    "bos_id",
-    "eos_id",
-    "mask_token_id",
-)
 PICTURES = ((3, 32), (1, 28), (3, 16), (3, 64), (1, 16), (1, 32), (3, 8), (1, 8), (3, 224))
 OUTPUT_NAMES = ("logits", "prediction_logits", "last_hidden_state", "pooler_output")
 
@@ -446,10 +436,10 @@ def _vocabulary(model: nn.Module) -> tuple[int, Tensor]:
         size = stated
     if size is None:
         size = tables[0].num_embeddings if tables else 50
-    special: set[Any] = set()
-    for mark in (*(_stated(config, name) for name in SPECIAL_IDS), *(t.padding_idx for t in tables)):
+    stated_ids = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+    special = {table.padding_idx for table in tables} | ({0, 1, 2} if size > 12 else set())
+    for mark in (value for name, value in stated_ids.items() if name.endswith("_id")):
         special |= set(mark) if isinstance(mark, list | tuple) else {mark}
-    special |= {0, 1, 2} if size > 12 else set()
     usable = [token for token in range(size) if token not in special] or list(range(size))
     return size, torch.tensor(usable)
 
@@ -478,10 +468,8 @@ def decoder_signs(model: nn.Module) -> str:
     for path, buffer in model.named_buffers():
         if buffer.dim() >= 2 and buffer.shape[-1] == buffer.shape[-2] > 2:
             square = buffer.flatten(0, -3)[0] if buffer.dim() > 2 else buffer
-            ones = square.bool() if square.dtype == torch.bool or not square.is_floating_point() else square == 1
-            for triangle in (ones, square == 0):
-                if torch.equal(triangle, torch.ones_like(triangle).tril()):
-                    return f"the buffer {path} is a causal mask"
+            if any(torch.equal(marks, torch.ones_like(marks).tril()) for marks in (square == 1, square == 0)):
+                return f"the buffer {path} is a causal mask"
     return ""
 
 

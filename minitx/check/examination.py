@@ -130,7 +130,7 @@ class Examination:
             if self.base.shape[:2] == base.shape[:2] and not self._mixes_rows():
                 text = "it takes the length first, (L, B): with (B, L), the rows of a batch change each other"
                 advice = "nn.MultiheadAttention, nn.TransformerEncoderLayer and nn.GRU take (B, L) with batch_first=True."
-                self.report("length-first", Severity.NOTE if called.stream.width else Severity.FRAGILE, text, advice)
+                self.note("length-first", text, advice, Severity.NOTE if called.stream.width else Severity.FRAGILE)
                 return
         except Exception:
             pass
@@ -300,12 +300,8 @@ class Examination:
         self.checks.append(Check(id, Status.FAILED, fault, size, allowed))
         self._add(Finding(finding, severity, fault, advice, witness, self._repeat(id)))
 
-    def note(self, finding: str, text: str, advice: str = "") -> None:
-        """Record something that the author should know."""
-        self.report(finding, Severity.NOTE, text, advice)
-
-    def report(self, finding: str, severity: Severity, text: str, advice: str = "") -> None:
-        """Record a finding that belongs to no check."""
+    def note(self, finding: str, text: str, advice: str = "", severity: Severity = Severity.NOTE) -> None:
+        """Record something that the author should know, a finding that belongs to no check."""
         self._add(Finding(finding, severity, text, advice))
 
     def _add(self, finding: Finding) -> None:

@@ -29,9 +29,7 @@ def rows(exam: Examination) -> None:
     still = exam.whole.clone()
     still[1] = False
     gap = exam.gap(called.answer(changed), base, still)
-    advice = "Look for a view that mixes axes, a mean over axis 0, or batch_first."
-    if _attends_over_rows(called.model):
-        advice = "nn.MultiheadAttention and its layers take (L, B, E) unless batch_first=True."
+    advice = "Look for a view that mixes axes, or a mean over axis 0. torch's attention and nn.GRU take (L, B, E) unless batch_first=True."
     if not gap.is_rounding:
         exam.are_rows_apart = False
         at = exam.where(exam.answers(inputs), exam.answers(changed), torch.tensor([True, False, True]))
@@ -51,13 +49,6 @@ def rows(exam: Examination) -> None:
         exam.failed("rows/alone", "row-alone-differs", Severity.WRONG, fault, advice, witness, gap)
 
 
-def _attends_over_rows(model: nn.Module) -> bool:
-    kinds = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.RNNBase)
-    return any(
-        getattr(getattr(m, "self_attn", m), "batch_first", True) is False for m in model.modules() if isinstance(m, kinds)
-    )
-
-
 # --- causality
 
 
@@ -70,26 +61,19 @@ def causality(exam: Examination) -> None:
             exam.skip(id, reason)
         return
     exam.look()
-    if exam.intention[0] == "bidirectional":
-        _both_ways(exam, ids[0])
+    word, _, width = exam.intention[0].partition(":")
+    if word == "bidirectional" and not exam.influence.triu(1).gt(exam.allowed).any():
+        fault = "no token sees a later token, although the model is declared bidirectional"
+        exam.failed("causality/declared", "not-bidirectional", Severity.WRONG, fault, "Remove the causal mask.")
     if not exam.is_causal:
-        for id in ids[exam.intention[0] == "bidirectional" : 3]:
+        for id in ids[:3]:
             exam.skip(id, "the model is bidirectional; set expect=causal if it must not be")
     else:
         for id, check in zip(ids, (_token_values, _prefix, _with_mask), strict=False):
             exam.attempt(id, partial(check, exam))
     exam.attempt(ids[3], partial(_gradients, exam))
-    if width := exam.intention[0].partition(":")[2]:
+    if width:
         exam.attempt("causality/window", partial(_window, exam, width=int(width)))
-
-
-def _both_ways(exam: Examination, id: str) -> None:
-    """In a model that is declared bidirectional, some token sees a later token."""
-    if (exam.influence.triu(1) > exam.allowed).any():
-        exam.passed(id)
-    else:
-        fault = "no token sees a later token, although the model is declared bidirectional"
-        exam.failed(id, "not-bidirectional", Severity.WRONG, fault, "Remove the causal mask.")
 
 
 def _window(exam: Examination, id: str, width: int) -> None:
