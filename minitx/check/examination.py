@@ -118,7 +118,7 @@ class Examination:
         Ids whose order along the first axis does not matter are (B, L): in a model of (L, B), the order of tokens matters.
         """
         called, base = self.called, self.base
-        if len(called.streams) != 1 or not called.has_positions or not self._mixes_rows():
+        if len(called.streams) != 1 or not called.has_positions or self.other_row()[0].is_rounding:
             return
         flipped = called.answer({name: value.flip(0) for name, value in self.inputs.items()}).flip(0)
         if called.stream.width is None and self.gap(flipped, self.base).is_rounding:
@@ -127,7 +127,7 @@ class Examination:
             self.called = replace(called, is_length_first=True)
             find_forms(self.called, self.inputs)
             self.base = self.called.answer(self.inputs)
-            if self.base.shape[:2] == base.shape[:2] and not self._mixes_rows():
+            if self.base.shape[:2] == base.shape[:2] and self.other_row()[0].is_rounding:
                 text = "it takes the length first, (L, B): with (B, L), the rows of a batch change each other"
                 advice = "nn.MultiheadAttention, nn.TransformerEncoderLayer and nn.GRU take (B, L) with batch_first=True."
                 self.note("length-first", text, advice, Severity.NOTE if called.stream.width else Severity.FRAGILE)
@@ -136,12 +136,12 @@ class Examination:
             pass
         self.called, self.base = called, base
 
-    def _mixes_rows(self) -> bool:
-        """Return whether a row of the batch changes the output of another row."""
-        changed = torch.zeros(self.inputs[self.called.stream.name].shape[:2], dtype=torch.bool)
-        changed[1] = True
-        other = self.called.answer(self.called.others(self.inputs, self.called.stream.name, changed))
-        return not self.gap(other, self.base, ~changed).is_rounding
+    def other_row(self) -> tuple[Gap, dict[str, Tensor]]:
+        """Return the gap in the other rows if row 1 is another row, and the inputs with that row."""
+        others, still = self.called.draw(), self.whole.clone()
+        changed = {name: torch.cat((value[:1], others[name][1:2], value[2:])) for name, value in self.inputs.items()}
+        still[1] = False
+        return self.gap(self.called.answer(changed), self.base, still), changed
 
     def _settle_meanings(self) -> None:
         """Invert the meaning of a mask if only the other meaning hides tokens."""

@@ -24,11 +24,7 @@ CAUSAL_ADVICE = (
 def rows(exam: Examination) -> None:
     """Rows of a batch do not know each other."""
     called, inputs, base = exam.called, exam.inputs, exam.base
-    others = called.draw()
-    changed = {name: torch.cat((value[:1], others[name][1:2], value[2:])) for name, value in inputs.items()}
-    still = exam.whole.clone()
-    still[1] = False
-    gap = exam.gap(called.answer(changed), base, still)
+    gap, changed = exam.other_row()
     advice = "Look for a view that mixes axes, or a mean over axis 0. torch's attention and nn.GRU take (L, B, E) unless batch_first=True."
     if not gap.is_rounding:
         exam.are_rows_apart = False
