@@ -233,8 +233,10 @@ class _Verdicts:
         self.subject, self.judge, self.trial, self.mask = subject, judge, diagnosis.trial, mask
         self.others, self.wide = diagnosis.others, diagnosis.wide
         self.mistakes: Mistakes | None = diagnosis.mistakes
-        self.beyond = subject.beyond(diagnosis.trial.way) if diagnosis.mistakes is None else ""
-        if diagnosis.mistakes is not None:
+        self.beyond = "" if self.mistakes == () else subject.beyond(diagnosis.trial.way, is_named=self.mistakes is not None)
+        if self.beyond:
+            self.mistakes = None
+        elif diagnosis.mistakes is not None:
             self.mistakes = diagnosis.mistakes + further_mistakes(judge, diagnosis.trial, diagnosis.mistakes)
 
     # --- checks

@@ -124,8 +124,12 @@ class Subject:
     def forget(self) -> None:
         """Forget earlier calls."""
 
-    def beyond(self, way: Way) -> str:
-        """Return what a module does beyond the definition, or an empty string: what it changes between its projections and its softmax."""
+    def beyond(self, way: Way, is_named: bool) -> str:
+        """Return what a module does beyond the definition, or an empty string: what it changes between its projections and its softmax.
+
+        Args:
+            is_named: a known mistake gives its numbers, so that only changed queries, keys and values count.
+        """
         if not isinstance(self.function, nn.Module):
             return ""
         self.forget()
@@ -133,6 +137,8 @@ class Subject:
             seen = self.outcome(way, SIMPLE).inputs
         if not watched.softmaxes and not watched.cores:
             return "it takes no softmax of products of queries and keys"
+        if is_named and any(all(any(_is_scaled(x, y) for y in seen.heads) for x in core[:2]) for core in watched.cores):
+            return ""
         for query, key, scores in watched.cores:
             pairs = (query, key), (key, query)
             is_plain = any(_is_scaled(one, seen.query) and _is_scaled(other, seen.key) for one, other in pairs)
@@ -360,7 +366,7 @@ class AttentionLayer(Subject):
     def idle_parameters(self, way: Way) -> list[str]:
         """Return the names of the matrices that are not used in a call without a mask."""
         used = {product.name for key, seen in self.products.items() if isinstance(seen, list) for product in seen}
-        return [name for name, p in self.module.named_parameters() if p.ndim > 1 and name not in used]
+        return [name for name, p in self.module.named_parameters() if p.ndim == 2 and name not in used]
 
 
 @dataclass(frozen=True, eq=False)
@@ -502,8 +508,9 @@ def _attributes(module: nn.Module, role: str) -> list[int]:
 
 
 def _width(module: nn.Module) -> int:
-    """The width of the inputs: a suitable attribute of the module, or else the smallest size of a parameter."""
-    sizes = [size for p in module.parameters() if p.ndim > 1 for size in p.shape]
+    """The width of the inputs: a suitable attribute of the module, or else the smallest size of a matrix."""
+    matrices = [p for p in module.parameters() if p.ndim == 2] or [p for p in module.parameters() if p.ndim > 1]
+    sizes = [size for p in matrices for size in p.shape]
     return next((width for width in _attributes(module, "embed") if width in sizes), min(sizes))
 
 
