@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -181,13 +182,14 @@ class _Examination:
         return [Check(f"argument {name}", Status.NOT_TRIED, reasons.get(name, "no experiment uses it")) for name in unused]
 
     def _uncalled(self, faults: list[str]) -> Report:
-        fault = "no way to call it was found"
+        fault, severity = "no way to call it was found", Severity.FRAGILE
         advice = "Check a function of queries, keys and values, an attention layer alone, or the whole model."
         if faults and all(reason.startswith(f"{RETURNS} NoneType") for reason in faults):
             fault, advice, faults = "it returns None", "Is the return statement missing?", []
+            severity = Severity.WRONG
         elif isinstance(self.subject, Function) and len(faults) == 1 and not faults[0].startswith(RETURNS):
-            fault, advice = "it raises the same error in every call", ""
-        finding = Finding("cannot-be-called", Severity.WRONG, fault, advice, "; ".join(faults[:3]))
+            fault, advice, severity = "it raises the same error in every call", "", Severity.WRONG
+        finding = Finding("cannot-be-called", severity, fault, advice, "; ".join(faults[:3]))
         checks = self._untried(fault)
         return Report(self.name, "", self.subject.seed, tuple(checks), (finding,), self.stage)
 
@@ -235,7 +237,10 @@ class _Verdicts:
         self.subject, self.judge, self.trial, self.mask = subject, judge, diagnosis.trial, mask
         self.others, self.wide = diagnosis.others, diagnosis.wide
         self.mistakes: Mistakes | None = diagnosis.mistakes
-        if diagnosis.mistakes is not None:
+        self.beyond = "" if self.mistakes == () else subject.beyond(diagnosis.trial.way, is_named=self.mistakes is not None)
+        if self.beyond:
+            self.mistakes = None
+        elif diagnosis.mistakes is not None:
             self.mistakes = diagnosis.mistakes + further_mistakes(judge, diagnosis.trial, diagnosis.mistakes)
 
     # --- checks
@@ -262,6 +267,8 @@ class _Verdicts:
             return Check(name, Status.PASSED if is_finite else Status.FAILED, "" if is_finite else "the output is NaN")
         is_right = passes(self.judge, self.trial, outcome)
         size = self._difference(outcome)
+        if self.beyond and not is_right:
+            return Check(name, Status.NOT_TRIED, self.beyond, size)
         return Check(
             name, Status.PASSED if is_right else Status.FAILED, "" if is_right else "the output or a gradient differs", size
         )
@@ -353,7 +360,7 @@ class _Verdicts:
             outcomes = shown[mutant]
             names = [self._seen_in(outcome) for outcome in outcomes]
             names = names if len(names) <= 4 else [*names[:3], f"{len(names) - 3} others"]
-            severity = mutant.severity
+            severity = Severity.FRAGILE if self._is_documented(mutant) else mutant.severity
             finding = Finding(
                 mutant.id, severity, mutant.name, mutant.advice, f"seen in: {', '.join(names)}{self._by(outcomes)}"
             )
@@ -365,6 +372,13 @@ class _Verdicts:
         if others and len(self.others) <= 4:
             places = {outcome.experiment.id for mutant in replaced for outcome in shown[mutant]}
             yield Finding("same-numbers", Severity.NOTE, f"the same numbers come from: {', '.join(others)}"), places
+
+    def _is_documented(self, mutant: Mutant) -> bool:
+        """Return whether the function's documentation states where its causal mask begins."""
+        text = inspect.getdoc(self.subject.function) or ""
+        return mutant.id == "causal-mask-from-the-upper-left" and bool(
+            re.search(r"(upper|top)[- ]left|tril\(diagonal=0\)", text)
+        )
 
     @staticmethod
     def _seen_in(outcome: Outcome) -> str:
@@ -405,6 +419,10 @@ class _Verdicts:
             fault = f"the output has the shape {tuple(first.output.shape)}, not {tuple(self._right_shape(first))}"
             advice = "The output is weights @ value: it has the width of the values."
             yield Finding("other-shape", Severity.WRONG, fault, advice), {outcome.experiment.id for outcome in misshapen}
+            return
+        if self.beyond:
+            text = f"{self.beyond}, so it is not compared with the definition"
+            yield Finding("more-than-the-definition", Severity.NOTE, text), set()
             return
         is_mild = all(outcome.experiment.is_extreme for outcome in failed)
         sizes = [(outcome.experiment.name, self._difference(outcome)) for outcome in failed]

@@ -60,6 +60,7 @@ def test_the_json_is_strict_json_with_the_findings_and_checks():
         "version",
         "subject",
         "called_as",
+        "taken_as",
         "seed",
         "stage",
         "is_right",
