@@ -173,6 +173,10 @@ class TrainingModule(L.LightningModule):
         for optimizer in self.trainer.optimizers:  # a checkpoint from another device may name another kernel
             for group in optimizer.param_groups if "fused" in optimizer.defaults else ():
                 group["fused"] = optimizer.defaults["fused"]
+        if self.trainer.world_size > 2:
+            from minitx.training.sharding import fix_buckets
+
+            fix_buckets(self.trainer.strategy.model)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         if self._has_reported_dropped:
@@ -218,6 +222,8 @@ class TrainingModule(L.LightningModule):
             self.step_sums = {name: value + self.step_sums[name] for name, value in others.items()}
         else:
             self.step_loss, self.step_sums, self.step_targets = share.detach(), others, targets
+        if world > 1:  # a loss of one process that is not finite shows in the gradient of all, even if its own is finite
+            share = share * (1 + 0 * share.detach())
         return share * world * accumulate
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:

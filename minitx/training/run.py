@@ -139,6 +139,7 @@ class Run:
                 from minitx.training.evaluation import evaluate_splits
 
                 metrics = evaluate_splits(trainer, module, rows, self.evaluation, folder, self.state["model"])
+            trainer.strategy.barrier()  # the result is read from files that the first process writes
         return summarise(folder, trainer.global_step, nonfinite_step, metrics, rows.task.floors, module.network)
 
     def _train(self, trainer: L.Trainer) -> int | None:
@@ -157,7 +158,7 @@ class Run:
             if trainer.world_size == 1 and distributed.is_initialized():
                 distributed.destroy_process_group()  # the next run of this process makes its own
             raise
-        trainer.strategy.barrier()  # the result is read from files that the first process writes
+        trainer.strategy.barrier()  # an evaluation may read files that the first process writes
         for line in early_end(trainer):
             log_on_rank_zero(line)
         return None

@@ -1,4 +1,4 @@
-"""FSDP2: a model sharded over the processes of a run, with the checkpoints of a run on one device. Loaded only where a run shards."""
+"""What only runs of several processes need: the order of DDP's gradients, and FSDP2 with the checkpoints of a run on one device."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from minitx.training.checkpoints import read_checkpoint
 from minitx.training.devices import part_of
@@ -85,3 +86,19 @@ def parallelize(network: nn.Module, mesh: DeviceMesh, layers: Sequence[nn.Module
     for layer in layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(network, mesh=mesh)
+
+
+def fix_buckets(model: nn.Module | None) -> None:
+    """Let DDP keep gradients in the reverse order of the parameters, from the first step of this process on.
+
+    By default, DDP has this order in the first step of a process, and then that in which the gradients were ready. Where a gradient lies
+    in a bucket decides the order in which three processes or more add up its parts. A resumed run would therefore differ by rounding.
+    """
+    if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters:  # which has one order
+        return
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    model.reducer.prepare_for_backward([])  # DDP calls it after a forward pass
+    for weight in reversed(weights):
+        weight.view_as(weight).backward(torch.zeros_like(weight))
+    for weight in weights:
+        weight.grad = None

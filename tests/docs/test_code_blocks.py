@@ -60,7 +60,7 @@ SMALL = {
 
 COMPOSED = {
     r"^train .*_ablation": "a grid takes minutes; tests/test_configs.py composes cells of every study, tests/ablation runs grids",
-    r"^train .*trainer=(ddp|fsdp|ddp_cpu)": "wants several devices; tests/training/test_devices.py has two",
+    r"^train .*trainer=(ddp|fsdp|ddp_cpu)": "wants several devices; tests/lattice/runs.py has some",
     r"^train .*trainer.compile=true": "takes a compiler half a minute; tests/nn/test_compile.py compiles",
     r"^train .*data.path=ylecun/mnist": "wants a network; tests/data/test_images.py reads pictures from files",
 }

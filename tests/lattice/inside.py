@@ -26,14 +26,6 @@ def train_by(words: list[str], folder: Path) -> dict[str, Any]:
         return run_training(compose_config(words), folder, "train.py")
 
 
-def train_or_refuse(words: list[str], folder: Path) -> dict[str, Any] | str:
-    """``train_by``, or the message of a refusal, which can travel between processes."""
-    try:
-        return train_by(words, folder)
-    except ValueError as error:
-        return str(error)
-
-
 def program(name: str, words: list[str]) -> tuple[int, str]:
     """The exit code of ``minitx-NAME WORDS`` in this process, and what it printed."""
     printed = io.StringIO()

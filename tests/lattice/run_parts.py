@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import random
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import lightning.pytorch as L
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from minitx.data.task import Task
-from tests.lattice.inside import network_of, train_or_refuse
+from tests.lattice.inside import network_of
 
 Batch = dict[str, Any]
 
@@ -42,8 +47,11 @@ class OwnModel(nn.Module):
 class NoisyRows:
     """Rows whose tokens are drawn when they are read, as augmentations are, with the generators of NumPy, Python and torch."""
 
+    def __init__(self, count: int) -> None:
+        self.count = count
+
     def __len__(self) -> int:
-        return 40
+        return self.count
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         drawn = [np.random.randint(9), random.randrange(9), *torch.randint(9, (5,)).tolist()]
@@ -51,10 +59,93 @@ class NoisyRows:
 
 
 def noisy() -> Task:
-    """A task of ``NoisyRows``."""
+    """A task of ``NoisyRows``. Of the last batch of validation, the first process has one row, and the others none."""
     return Task(
-        name="noisy", kind="language_model", train=NoisyRows(), val=NoisyRows(), longest=7, model_fields={"vocab_size": 9}
+        name="noisy", kind="language_model", train=NoisyRows(40), val=NoisyRows(5), longest=7, model_fields={"vocab_size": 9}
     )
+
+
+class OwnModule(L.LightningDataModule):
+    """A user's data module: every other row has no label that counts, and validation has one row.
+
+    Args:
+        batch_size: rows of a micro-batch of one process.
+    """
+
+    model_fields: ClassVar = {"vocab_size": 9}
+
+    def __init__(self, batch_size: int, num_workers: int = 0) -> None:
+        super().__init__()
+        self.loading = {"batch_size": batch_size, "num_workers": num_workers}
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(cast(Any, OwnRows(40)), shuffle=True, **cast(Any, self.loading))
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(cast(Any, OwnRows(1)), **cast(Any, self.loading))
+
+
+class OwnRows:
+    """Rows of tokens that are the same at each reading."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, row: int) -> dict[str, Tensor]:
+        ids = torch.tensor([(row * place + row // 9) % 9 for place in range(7)])
+        return {"input_ids": ids[:-1], "labels": ids[1:] if row % 2 == 0 else torch.full((6,), -100)}
+
+
+def own_objective(logits: Tensor, batch: Batch) -> dict[str, Tensor]:
+    """A user's objective: cross-entropy, and the number of rows beside it."""
+    real = batch["labels"] != -100
+    loss = nn.functional.cross_entropy(
+        logits[real].float().reshape(-1, logits.shape[-1]), batch["labels"][real], reduction="sum"
+    )
+    return {"loss": loss, "rows": loss.new_tensor(float(len(batch["labels"])))}
+
+
+class Counter(L.Callback):
+    """A user's callback: counts the rows of all processes with a sum over them, and keeps the number in the checkpoint."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        rows = torch.tensor(float(len(batch["labels"])), device=module.device)
+        self.rows += int(trainer.strategy.reduce(rows, reduce_op="sum"))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": self.rows}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.rows = state_dict["rows"]
+
+
+class Diary(Logger):
+    """A user's logger: a file for each step, which the first process writes."""
+
+    name, version = "diary", 0
+
+    def __init__(self, save_dir: str) -> None:
+        super().__init__()
+        self.folder = Path(save_dir) / "diary"
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        known = {name: float(value) for name, value in metrics.items() if name.startswith(("train_", "val_"))}
+        if not known:  # of a test, which Lightning logs at another step after resuming
+            return
+        self.folder.mkdir(exist_ok=True)
+        path = self.folder / f"{step}.json"
+        before = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(before | known))
+
+    def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None:
+        pass
 
 
 class TwoModes(torch.optim.SGD):
@@ -67,12 +158,16 @@ class TwoModes(torch.optim.SGD):
 
 @dataclass
 class Record:
-    """What a run did: its first weights, the batches of each step, and those of its last validation and of its test."""
+    """What a run did: its first weights, the batches of each step, and those of its last validation and of its test.
 
-    start: nn.Module
+    ``start`` is None where a network cannot travel between processes. ``seeds`` are those of the generator after each micro-batch.
+    """
+
+    start: nn.Module | None
     batches: list[tuple[int, Batch]] = field(default_factory=list)
     validation: list[Batch] = field(default_factory=list)
     test: list[Batch] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
 
     def steps(self) -> dict[int, list[Batch]]:
         """The micro-batches of each step."""
@@ -87,13 +182,22 @@ RECORDS: list[Record] = []
 
 
 class Recorder(L.Callback):
-    """Records a run in ``RECORDS``."""
+    """Records a run in ``RECORDS``. A network that will be sharded is copied before."""
+
+    whole: nn.Module | None = None
+
+    def setup(self, trainer: L.Trainer, module: Any, stage: str) -> None:
+        if stage == "fit" and _is_sharded(trainer):
+            self.whole = copy.deepcopy(network_of(module))
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
-        RECORDS.append(Record(copy.deepcopy(network_of(module))))
+        RECORDS.append(Record(self.whole or copy.deepcopy(network_of(module)).cpu()))
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Batch, batch_idx: int) -> None:
         RECORDS[-1].batches.append((trainer.global_step, _copied(batch)))
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        RECORDS[-1].seeds.append(torch.initial_seed())
 
     def on_validation_epoch_start(self, trainer: L.Trainer, module: Any) -> None:
         RECORDS[-1].validation = []
@@ -107,30 +211,23 @@ class Recorder(L.Callback):
 
 
 def _copied(batch: Batch) -> Batch:
-    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()}
-
-
-def train_on_pretended(words: list[str], folder: Path) -> Any:
-    """``train_or_refuse`` in a process with the pretended accelerator."""
-    from tests import pretend
-
-    pretend.register()
-    return train_or_refuse(words, folder)
+    return {name: value.cpu().clone() if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
 SIGNALS = {"term_first": (signal.SIGTERM, 1), "term": (signal.SIGTERM, 3), "int": (signal.SIGINT, 5)}
+SIGNALS |= {"usr1": (signal.SIGUSR1, 2), "usr2": (signal.SIGUSR2, 3), "hup": (signal.SIGHUP, 4)}
 """Signals, and the step in whose last micro-batch they come."""
 
 
 class Hit(Checkpoint):
-    """Ends a run.
+    """Ends a run. Of several processes, a signal and weights that are not finite hit the last one alone, and the first meets the power cut.
 
     It is a ``Checkpoint``, because Lightning calls those last, in the order of the config: after ``best.ckpt``, before ``last.ckpt``.
 
     Args:
         how: a key of ``SIGNALS``. ``crash_before``: the power goes between the two files of step 4. ``crash_inside``: while the first
             file of step 4 is written. ``crash_after``: in step 5. Then each file of rows ends in the middle of a line.
-            ``nonfinite``: the weights are not finite before ``step``.
+            ``nonfinite``: the weights are not finite before ``step``, or the gradient in it, if the model is sharded.
         step: see ``nonfinite``.
     """
 
@@ -139,14 +236,23 @@ class Hit(Checkpoint):
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Batch, batch_idx: int) -> None:
         step, is_last = trainer.global_step + 1, (batch_idx + 1) % trainer.accumulate_grad_batches == 0
-        if self.how in SIGNALS and step == SIGNALS[self.how][1] and is_last and not self.is_done:
+        is_hit = trainer.global_rank == trainer.world_size - 1
+        if self.how in SIGNALS and step == SIGNALS[self.how][1] and is_last and is_hit and not self.is_done:
             self.is_done = True
             os.kill(os.getpid(), SIGNALS[self.how][0])
         if self.how == "crash_after" and step == 5:
             crash(trainer)
-        if self.how == "nonfinite" and step == self.step:
+        if self.how == "nonfinite" and step == self.step and is_hit and not _is_sharded(trainer):
             with torch.no_grad():
-                next(p for p in network_of(module).parameters() if p.requires_grad).fill_(float("nan"))
+                for weight in network_of(module).parameters():
+                    weight.fill_(float("nan"))
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: Any) -> None:
+        is_hit = trainer.global_rank == trainer.world_size - 1
+        if self.how == "nonfinite" and trainer.global_step + 1 == self.step and is_hit and _is_sharded(trainer):
+            gradients = [weight.grad for weight in network_of(module).parameters() if weight.grad is not None]
+            for gradient in cast(Any, gradients):  # all processes have the weights: the parts of this one alone
+                gradient.to_local().fill_(float("nan"))
 
     def on_validation_end(self, trainer: L.Trainer, module: Any) -> None:
         if self.how == "crash_before" and trainer.global_step >= 4:
@@ -161,8 +267,14 @@ class Hit(Checkpoint):
             checkpoint["the end"] = _Unwritable(trainer)
 
 
+def _is_sharded(trainer: L.Trainer) -> bool:
+    return isinstance(trainer.strategy, ModelParallelStrategy)
+
+
 def crash(trainer: L.Trainer) -> None:
-    """The power goes while a row is written to each file."""
+    """The power goes while a row is written to each file, which the first process does."""
+    if not trainer.is_global_zero:
+        return
     folder = Path(trainer.default_root_dir)
     for path in (*folder.glob("*.jsonl"), folder / "metrics.csv"):
         with path.open("a", encoding="utf-8") as file:

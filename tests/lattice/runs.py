@@ -1,7 +1,7 @@
 """Runs: command lines of ``train.py`` with tiny models, and what the files of a run must hold.
 
-A point is a list of words of the command line. It is trained in this process for six steps, or in two processes. The oracles read
-the files of the run and what a callback of the user's recorded.
+A point is a list of words of the command line. It is trained in this process for six steps, or in one, two or four others
+(``several.py``). The oracles read the files of the run and what a callback of the user's recorded, in all processes together.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ROOT = str(Path(__file__).resolve().parents[2])
 if ROOT not in sys.path:  # as a program
     sys.path.insert(0, ROOT)
 
-from tests.lattice import engine, inside, run_parts  # noqa: E402
+from tests.lattice import engine, inside, run_parts, several  # noqa: E402
 from tests.lattice.engine import KnownFault, Lattice, Oracle, Point, Refusal, matches  # noqa: E402
 from tests.lattice.run_parts import PowerCut, Record  # noqa: E402
 
@@ -58,7 +58,7 @@ CALLBACKS = "lightning.pytorch.callbacks"
 RECORDER = f"callbacks.recorder._target_={PARTS}.Recorder"
 BASE = (
     "seed=3 data.batch_size=12 optimizer.lr=0.01 callbacks.progress=false trainer.accelerator=cpu trainer.threads=1 "
-    f"trainer.max_steps={STEPS} trainer.ckpt_every=2 trainer.val_batches=2 trainer.val_batch_size=6 " + RECORDER
+    f"trainer.max_steps={STEPS} trainer.ckpt_every=2 trainer.val_batches=2 trainer.val_batch_size=4 " + RECORDER
 )
 CACHED = "data.cache_dir=HOME/cache"
 DATA = {
@@ -73,6 +73,7 @@ DATA = {
     "pairs": "data=pairs data.path=HOME/pairs.tsv data.test_path=HOME/test.tsv",
     "pictures": "data=digits",
     "chat": "data=chat data.path=HOME/chats.jsonl data.context_len=31",
+    "module": f"data._target_={PARTS}.OwnModule data.batch_size=SLICE",
 }
 OTHERS = {
     **dict.fromkeys(("packed", "padded", "stream"), "data.val_path=HOME/others.jsonl"),
@@ -112,7 +113,7 @@ SCHEDULES = {
     "plateau": "schedule._target_=torch.optim.lr_scheduler.ReduceLROnPlateau schedule.patience=0",
 }
 STOP_AT = "trainer.stop_at={metric: train_loss, value: 1e9, window: 4, extra_steps: 1}"
-CUTS = ("term_first", "term", "int", "crash_before", "crash_inside", "crash_after", "nonfinite")
+CUTS = (*run_parts.SIGNALS, "crash_before", "crash_inside", "crash_after", "nonfinite")
 ENDS = {"max_steps": "", "max_epochs": "trainer.max_epochs=1 trainer.max_steps=8", "stop_at": STOP_AT}
 ENDS |= dict.fromkeys(CUTS, "")
 ASKED = {
@@ -128,12 +129,19 @@ ASKED = {
     "ema_tested": "callbacks=[default,ema] callbacks.ema.decay=0.5 evaluation.test=best",
 }
 OBJECTIVES = {"plain": "", "smoothed": "objective.label_smoothing=0.1", "chunked": "objective.chunk_tokens=5"}
+OBJECTIVES["own"] = f"objective._target_={PARTS}.own_objective"
 OBJECTIVES["smoothed_chunked"] = f"{OBJECTIVES['smoothed']} {OBJECTIVES['chunked']}"
 PRECISIONS = {name: f"trainer.precision={name}" for name in ("32-true", "64-true", "bf16-mixed", "bf16-true")}
 SOURCE = "init_from.path=HOME/sources/NAME/checkpoints/last.ckpt"
 STARTS = {"new": "", "init_from": SOURCE, "folded": f"{SOURCE} init_from.fold_scale=true model.scale=unscaled"}
-PLACES = {"one": "", "ddp_cpu": "trainer=ddp_cpu", "fsdp": "trainer.devices=2 trainer.strategy=sharded"}
+PLACES = {"one": "", "ddp_cpu": "trainer=ddp_cpu", "fsdp": "trainer.strategy=sharded"}
+PLACES["ddp_unused"] = "trainer.strategy=ddp_find_unused_parameters_true"
 PLACES["pretended"] = "trainer.accelerator=pretend"  # tests/pretend.py
+OF_THE_USER = {
+    "none": "",
+    "callback": f"+callbacks.counter._target_={PARTS}.Counter",
+    "logger": f"+logger.diary._target_={PARTS}.Diary",
+}
 OPTIONS = {
     "none": "",
     "overfit": "trainer.overfit=true",
@@ -160,6 +168,8 @@ AXES: dict[str, dict[str, str]] = {
     "start": STARTS,
     "workers": {"0": "", "2": "data.num_workers=2", "pickled": "data.num_workers=1"},
     "place": PLACES,
+    "processes": {number: f"trainer.devices={number}" for number in ("1", "2", "4")},
+    "user": OF_THE_USER,
     "dropout": {"no": "", "yes": "model.dropout=0.2"},
     "clip": {"off": "", ".5": "trainer.clip=0.5"},
     "checkpointing": {"no": "", "yes": "model.checkpointing=true"},
@@ -310,6 +320,7 @@ class Run:
         if point["start"] != "new":
             source(data, network)
         line = " ".join(lines).replace("NAME", f"{data}-{network}").replace("HOME", str(home()))
+        line = line.replace("SLICE", str(12 // (int(point["accumulate"]) * int(point["processes"]))))
         if network in OF_TRANSFORMERS:  # its config has the dropout
             line = line.replace("model.dropout=0.2", "")
         return list({word.partition("=")[0]: word for word in _words_of(line)}.values())  # the last word of a key
@@ -317,7 +328,7 @@ class Run:
     def whole(self, **changes: str) -> Finished:
         """The run from its first step to its last."""
         words = tuple(self.words(**changes))
-        key = (*words, *({**self.point, **changes}[axis] for axis in ("place", "workers")))
+        key = (*words, *({**self.point, **changes}[axis] for axis in ("place", "processes", "workers")))
         if key not in _FINISHED:
             _FINISHED[key] = self._train(list(words), _new_folder(), **changes)
         _FINISHED.move_to_end(key)
@@ -329,7 +340,7 @@ class Run:
         """The run until ``Hit`` ends it: as the point says, or by SIGTERM."""
         how = how or (self.point["ends"] if self.point["ends"] in CUTS else "term")
         words = [*self.words(), f"+callbacks.hit._target_={PARTS}.Hit", f"+callbacks.hit.how={how}"]
-        key = (*words, self.point["workers"])
+        key = (*words, *(self.point[axis] for axis in ("place", "processes", "workers")))
         if key not in _CUTS:
             for old in _CUTS.values():
                 shutil.rmtree(old.folder.parent, ignore_errors=True)
@@ -338,26 +349,26 @@ class Run:
         return _CUTS[key]
 
     def _cut(self, how: str, words: list[str], folder: Path) -> Cut:
-        before = state_of_the_process()
+        before, name, changed = state_of_the_process(), "", {}
         try:
-            self._train(words, folder)
+            changed = self._train(words, folder).changed
         except PowerCut:
             name = "PowerCut"
+        except several.EndedError as error:
+            name, changed = error.name, error.changed
         except Exception as error:
             name = type(error).__name__
             if name not in ("StoppedError", "NonFiniteError"):
                 raise
-        else:
-            name = ""
-        return Cut(how, folder, name, changes_between(before, state_of_the_process()))
+        return Cut(how, folder, name, changes_between(before, state_of_the_process()) | changed)
 
     @contextlib.contextmanager
-    def resumed(self, cut: Cut) -> Iterator[Finished]:
+    def resumed(self, cut: Cut, **changes: str) -> Iterator[Finished]:
         """A run that was cut, resumed from its last checkpoint in its folder and trained to the end. Then the folder is as before."""
         kept = cut.folder.with_name("kept")
         shutil.copytree(cut.folder, kept)
         try:
-            yield self._train([*self.words(), "ckpt_path=last"], cut.folder)
+            yield self._train([*self.words(**changes), "ckpt_path=last"], cut.folder, **changes)
         finally:
             shutil.rmtree(cut.folder)
             kept.rename(cut.folder)
@@ -369,10 +380,14 @@ class Run:
         if point["place"] == "one":
             with _surroundings(point):
                 result = inside.train_by(words, folder)
-        else:
-            result = in_processes(PROCESSES[point["place"]], words, folder, point)
-        record = run_parts.RECORDS[-1] if run_parts.RECORDS else None
-        return Finished(folder, result, record, changes_between(before, state_of_the_process()))
+            record = run_parts.RECORDS[-1] if run_parts.RECORDS else None
+            return Finished(folder, result, record, changes_between(before, state_of_the_process()))
+        result, record, changed = several.train(int(point["processes"]), words, folder, point)
+        if record is not None and record.start is None and "ckpt_path=last" not in words:
+            of_one = self.whole(**{**changes, **ALONE}).record
+            assert of_one is not None
+            record.start = of_one.start
+        return Finished(folder, result, record, changed)
 
 
 def _words_of(line: str) -> list[str]:
@@ -415,33 +430,6 @@ def _surroundings(point: Point) -> Iterator[None]:
             stack.callback(multiprocessing.set_start_method, multiprocessing.get_start_method(allow_none=True), force=True)
             multiprocessing.set_start_method("forkserver", force=True)
         yield
-
-
-def in_processes(count: int, words: list[str], folder: Path, point: Point) -> dict[str, Any]:
-    """Run ``train.py WORDS`` in several processes, and return the result of the first.
-
-    Nothing is recorded: a sharded network cannot be copied.
-
-    Raises:
-        ValueError: the run was refused.
-        AssertionError: a process raised; the message has the last line of its traceback.
-    """
-    from tests.training.ranks import run_ranks
-
-    try:
-        result = run_ranks(count, _in_a_process, [word for word in words if word != RECORDER], folder, point)[0]
-    except AssertionError as error:
-        first, *_, last = str(error).strip().splitlines()
-        raise AssertionError(f"{first} {last}") from error
-    if isinstance(result, str):
-        raise ValueError(result)
-    return result
-
-
-def _in_a_process(words: list[str], folder: Path, point: Point) -> dict[str, Any] | str:
-    train = run_parts.train_on_pretended if point["place"] == "pretended" else inside.train_or_refuse
-    with _surroundings(point):
-        return train(words, folder)  # type: ignore[no-any-return]
 
 
 # --- what a run leaves, and what it must not change
@@ -533,7 +521,9 @@ def state_of_the_process() -> dict[str, Any]:
         "denormal": bool(torch.tensor([1e-39]) * 1 != 0),
         "folder": os.getcwd(),
         "environment": dict(os.environ),
-        "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)],
+        "signals": [
+            signal.getsignal(number) for number in (*(number for number, _ in run_parts.SIGNALS.values()), signal.SIGCHLD)
+        ],
         "levels": {name: logging.getLogger(name).level for name in loggers},
         "handlers": {name: (list(logging.getLogger(name).handlers), logging.getLogger(name).propagate) for name in loggers},
         "warnings": list(warnings.filters),
@@ -918,8 +908,18 @@ def every_file_has_the_last_step(run: Run) -> None:
         assert "evaluation.json" in found
     if point["asked"] in TESTED.split("|"):
         assert "test_loss" in finished.result["metrics"]
+    if point["user"] == "callback":
+        assert {"rows": 12 * last} in stored_callbacks(found), "the user's callback counted other rows"
+    if point["user"] == "logger":
+        told = {step: found[f"diary/{step}.json"]["train_loss"] for step in finished.column("train_loss")}
+        assert told == finished.column("train_loss"), "the user's logger was told other losses"
     assert "checkpoints/best.ckpt" in found
     assert not [name for name in found if name.endswith((".part", ".new"))], sorted(found)
+
+
+def stored_callbacks(found: Mapping[str, Any]) -> list[Any]:
+    """The states of callbacks in last.ckpt."""
+    return list(found["checkpoints/last.ckpt"]["callbacks"].values())
 
 
 def expected_steps(point: Point) -> int:
@@ -975,11 +975,12 @@ def a_run_that_is_not_finite_keeps_the_last_good_checkpoint(run: Run) -> None:
     shutil.rmtree(recorded.parent)
 
 
-def micro_batches_change_no_row(run: Run) -> None:
-    """The slices of each step, put together, are the batch of the run that does not slice."""
-    sliced, whole = run.whole().record, run.whole(accumulate="1").record
+def micro_batches_and_processes_change_no_row(run: Run) -> None:
+    """The slices of each step, put together, are the batch of one process that does not slice. Rows of validation: the same."""
+    sliced, whole = run.whole().record, run.whole(accumulate="1", **ALONE).record
     assert sliced is not None and whole is not None
-    assert len(sliced.batches) == int(run.point["accumulate"]) * len(sliced.steps()), "another number of slices"
+    slices_of_a_step = int(run.point["accumulate"]) * int(run.point["processes"])
+    assert len(sliced.batches) == slices_of_a_step * len(sliced.steps()), "another number of slices"
     assert sliced.steps().keys() == whole.steps().keys()
     for step, (batch,) in whole.steps().items():
         slices = sliced.steps()[step]
@@ -988,6 +989,31 @@ def micro_batches_change_no_row(run: Run) -> None:
             rows = [row for part in slices for row in part[name]]
             same = [_is_padded(row, other) for row, other in zip(rows, batch[name], strict=True)]
             assert all(same), f"step {step + 1}: {name} of a slice and of the whole batch differ in row {same.index(False)}"
+    for split in ("validation", "test"):
+        mine, theirs = (_counting_rows(getattr(record, split)) for record in (sliced, whole))
+        assert len(mine) == len(theirs), f"{split}: {len(mine)} rows in all processes, {len(theirs)} in one"
+        for number, (row, other) in enumerate(zip(mine, theirs, strict=True)):
+            differ = [name for name in row if not _is_padded(row[name], other[name])]
+            assert not differ, f"{split}: {', '.join(differ)} of row {number} is another one than in one process"
+
+
+def slices_of_a_stream_have_other_rows(run: Run) -> None:
+    """Two processes read other documents, and so do two micro-batches of a step."""
+    record = run.whole().record
+    assert record is not None
+    for step, batches in record.steps().items():
+        different = {str(batch["input_ids"].tolist()) for batch in batches}
+        assert len(different) == len(batches), f"{len(batches)} slices of step {step + 1} have the rows of {len(different)}"
+
+
+def _counting_rows(batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Tensor]]:
+    """The rows of batches with a label that counts: a process without a row reads one without."""
+    rows = []
+    for batch in batches:
+        columns = [name for name, value in batch.items() if isinstance(value, Tensor) and value.dim()]
+        numbers = [number for number, labels in enumerate(batch["labels"]) if bool((labels != -100).any())]
+        rows += [{name: batch[name][number] for name in columns} for number in numbers]
+    return rows
 
 
 def _is_padded(row: Tensor, other: Tensor) -> bool:
@@ -1042,7 +1068,7 @@ def a_film_shows_every_recorded_step(run: Run) -> None:
     layer = (
         "blocks.0.attention.core" if run.point["data"] == "pairs" else "0"
     )  # block 0 of a decoder has a cross-attention, too
-    code, told = inside.program("view", [f"ckpt_path={folder}", f"layers={layer}", f"output={film}"])
+    code, told = inside.program("view", ["trust=true", f"ckpt_path={folder}", f"layers={layer}", f"output={film}"])
     assert code == 0, told
     assert told.startswith(f"{recorded} steps"), f"{recorded} steps are recorded, and the film has: {told}"
     film.unlink()
@@ -1054,7 +1080,7 @@ def an_exported_folder_computes_what_the_checkpoint_does(run: Run) -> None:
 
     finished, folder = run.whole(), _new_folder()
     assert finished.record is not None
-    code, told = inside.program("export", [f"ckpt_path={finished.last}", f"output={folder}"])
+    code, told = inside.program("export", ["trust=true", f"ckpt_path={finished.last}", f"output={folder}"])
     assert code == 0, told
     [kind] = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
     theirs = (
@@ -1084,26 +1110,65 @@ def nothing_global_is_changed(run: Run) -> None:
     assert not changed, f"changed by a run that was cut: {str(changed)[:300]}"
 
 
-def two_processes_train_as_one(run: Run) -> None:
-    """Two processes give the weights and losses of one process, within the error of a plain loop against float64."""
-    one, two = run.whole(place="one"), run.whole()
+def several_processes_train_as_one(run: Run) -> None:
+    """They give the weights and losses of one process, within the error of a plain loop against float64."""
+    assert_equal_to_rounding(run, run.whole(**ALONE), run.whole())
+
+
+def every_micro_batch_of_every_process_draws_its_own_numbers(run: Run) -> None:
+    """The seeds of the generator differ, so that dropout in two processes is not the same."""
+    record = run.whole().record
+    assert record is not None
+    steps = 1 if run.point["option"] == "overfit" else len(record.steps())
+    expected = steps * int(run.point["accumulate"]) * int(run.point["processes"])
+    assert len(set(record.seeds)) >= expected, f"{len(set(record.seeds))} seeds in {len(record.seeds)} micro-batches"
+
+
+def a_run_goes_on_in_another_number_of_processes(run: Run) -> None:
+    """Cut, and resumed in other processes with other micro-batches: equal to rounding to one process that was never cut."""
+    with run.resumed(run.cut(), **elsewhere(run.point)) as resumed:
+        assert_equal_to_rounding(run, run.whole(**ALONE), resumed)
+
+
+def elsewhere(point: Point) -> dict[str, str]:
+    """Where a run of several processes goes on, and with how many micro-batches."""
+    place, processes = point["place"], point["processes"]
+    if processes == "2":
+        return {**ALONE, "accumulate": "3" if point["accumulate"] == "1" else "1"}
+    if processes == "4":
+        return {"processes": "2", "accumulate": "2" if point["accumulate"] == "1" else "1"}
+    other = (
+        "fsdp"
+        if place == "ddp_cpu" and point["network"] != "own" and point["optimizer"] != "muon" and point["asked"] in SHARDED
+        else "ddp_cpu"
+    )
+    return {"place": other, "processes": "2"}
+
+
+def assert_equal_to_rounding(run: Run, one: Finished, two: Finished) -> None:
+    """Losses, weights and moments of two runs are equal within the error of a plain loop against float64."""
     noise = [plain_loop(run.point, one, "64-true"), plain_loop(run.point, one, run.point["precision"], 0)]
     eps = torch.finfo(DTYPES[run.point["precision"]]).eps
     if matches({"place": "pretended", "precision": "bf16-mixed"}, run.point):
         eps = torch.finfo(torch.bfloat16).eps  # CUDA's autocast rounds elsewhere than the CPU's
-    for name in ("train_loss", "val_loss"):
+    rounding_of_losses = max(abs(noise[0].losses[step] - noise[1].losses[step]) for step in noise[0].losses)
+    columns = [name for name in one.rows()[-1] if name.startswith(("train_", "val_")) or name == "tokens"]
+    assert not set(columns) - two.rows()[-1].keys(), f"other columns than {columns}"
+    for name in columns:
         wanted, found = one.column(name), two.column(name)
         assert wanted.keys() == found.keys(), f"{name} of steps {sorted(found)}, of one process {sorted(wanted)}"
+        if not wanted:
+            continue
         error = max(abs(wanted[step] - found[step]) for step in wanted)
-        rounding = max(abs(noise[0].losses[step] - noise[1].losses[step]) for step in noise[0].losses)
-        limit = 4 * rounding + 16 * eps * max(map(abs, wanted.values()))
-        assert error <= limit, f"{name}: {error:.1e} between one process and two, more than {limit:.1e}"
+        limit = 4 * rounding_of_losses + 16 * eps * max(map(abs, wanted.values()))
+        limit = 0.34 if name.endswith("accuracy") else limit  # of few tokens, some change sides by rounding
+        assert error <= limit, f"{name}: {error:.1e} between one process and several, more than {limit:.1e}"
     first, second = (inside.weights_in(finished.last) for finished in (one, two))
     assert first.keys() == second.keys()
     rounding = math.sqrt(sum(_norm(noise[0].weights[name] - noise[1].weights[name]) ** 2 for name in first))
     error = math.sqrt(sum(_norm(first[name].double() - second[name].double()) ** 2 for name in first))
     limit = 4 * rounding + 16 * eps * math.sqrt(sum(_norm(weight) ** 2 for weight in first.values()))
-    assert error <= limit, f"weights: {error:.1e} between one process and two, more than {limit:.1e}"
+    assert error <= limit, f"weights: {error:.1e} between one process and several, more than {limit:.1e}"
     first, second = (moments_in(finished.last) for finished in (one, two))
     eps = torch.finfo(torch.bfloat16).eps if run.point["precision"].startswith("bf16") else eps  # of a product's inputs
     assert first.keys() == second.keys(), f"moments of {sorted(first.keys() ^ second.keys())} on one side alone"
@@ -1113,7 +1178,34 @@ def two_processes_train_as_one(run: Run) -> None:
         largest = max(_norm(other) for name, other in first.items() if name.endswith(kind))  # a gradient of 0 is rounding
         error, most = _norm(moment - second[place]), _norm(moment) + _norm(second[place])
         limit = 0.5 * most + 16 * eps * largest
-        assert error <= limit, f"{place}: {error:.1e} between the moments of one process and two, more than {limit:.1e}"
+        assert error <= limit, f"{place}: {error:.1e} between the moments of one process and several, more than {limit:.1e}"
+
+    losses = max(map(abs, one.column("train_loss").values()))
+    kept = [_numbers(inside.read(finished.last)["callbacks"]) for finished in (one, two)]
+    assert kept[0].keys() == kept[1].keys(), f"callbacks keep other numbers: {sorted(kept[0].keys() ^ kept[1].keys())}"
+    for place, number in kept[0].items():
+        limit = 4 * rounding_of_losses + 16 * eps * max(losses, abs(number))
+        assert abs(number - kept[1][place]) <= limit, f"{place} is {number} in one process, and {kept[1][place]} in several"
+
+    if run.point["asked"] == "evaluated":
+        told = [json.loads((finished.folder / "evaluation.json").read_text(encoding="utf-8")) for finished in (one, two)]
+        counts = [{name: metric["count"] for name, metric in each["metrics"].items()} for each in told]
+        assert counts[0] == counts[1], f"an evaluation of {counts[0]} rows in one process, and of {counts[1]} in several"
+
+
+def _numbers(state: Any, place: str = "callbacks") -> dict[str, float]:
+    """The numbers in the states of callbacks, by their place.
+
+    ModelCheckpoint does not restore ``current_score``; ``best_k_models`` has names of files with rounded losses.
+    """
+    if isinstance(state, Mapping):
+        parts = ((f"{place}/{name}", each) for name, each in state.items() if name not in ("current_score", "best_k_models"))
+    elif isinstance(state, list | tuple):
+        parts = ((f"{place}[{number}]", each) for number, each in enumerate(state))
+    else:
+        is_number = isinstance(state, int | float) or (isinstance(state, Tensor) and state.numel() == 1)
+        return {place: float(state)} if is_number and math.isfinite(state) else {}
+    return {name: number for part in parts for name, number in _numbers(part[1], part[0]).items()}
 
 
 def moments_in(path: Path) -> dict[str, Tensor]:
@@ -1129,6 +1221,7 @@ def moments_in(path: Path) -> dict[str, Tensor]:
 
 ROWS = {
     "noisy": 40,
+    "module": 40,
     "text": 60,
     "packed": 71,
     "padded": 104,
@@ -1147,36 +1240,44 @@ TESTED, AVERAGED = "tested|ema_tested", "ema|ema_tested"
 DOCUMENTS = "packed|padded|stream"
 LOOKS = ("probe", "film", "samples", "evaluated", "tested")
 IDLE = ("instruments", "minutes", "monitor", "all_rows")
-ONE = {"place": "ddp_cpu|fsdp|pretended"}
-PROCESSES = {"ddp_cpu": 2, "fsdp": 2, "pretended": 1}
-REFERENCE = ({"optimizer": "muon"}, {"dropout": "yes"}, {"data": "stream", "workers": "2|pickled"}, ONE)
-"""Where a plain loop says nothing: ``torch.optim.Muon`` computes in bfloat16, and a loop draws other numbers.
+SHARDED = ("none", "early", "top_k", "evaluated", "tested")
+"""What a sharded model can be asked."""
 
-Two processes read other documents of a stream than one.
+ALONE = {"place": "one", "processes": "1"}
+PRETENDED = {"place": "pretended"}
+OTHERS_THAN_ONE = {"place": "!one"}
+REFERENCE = ({"optimizer": "muon"}, {"dropout": "yes"}, {"data": "stream", "workers": "2|pickled"}, PRETENDED)
+"""Where a plain loop says nothing: ``torch.optim.Muon`` computes in bfloat16, a loop draws other numbers, and CUDA's autocast, which
+the pretended accelerator has, rounds elsewhere than the CPU's.
 """
 
 ORACLES = (
     Oracle(equals_a_plain_loop, unless=(*REFERENCE, {"schedule": "plateau", "option": "monitor"})),
-    Oracle(the_schedule_gives_the_rates, unless=({"schedule": "plateau"}, ONE)),
-    Oracle(the_last_checkpoint_gives_the_last_val_loss, unless=(ONE,)),
-    Oracle(validation_rows_are_of_their_own_file, where=({"files": "others"},), unless=(ONE,)),
-    Oracle(documents_have_the_marks_that_the_folder_names, where=({"data": DOCUMENTS},), unless=(ONE,)),
-    Oracle(labels_are_numbered_as_in_the_trained_head, where=({"data": "classify"},), unless=(ONE,)),
-    Oracle(lines_of_two_files_belong_together, where=({"data": "pairs"},), unless=(ONE,)),
-    Oracle(a_prompt_begins_as_documents_do, where=({"data": f"text|{DOCUMENTS}"},), unless=(ONE,)),
-    Oracle(the_best_checkpoint_gives_the_test_loss, where=({"asked": TESTED},), unless=(ONE,)),
+    Oracle(the_schedule_gives_the_rates, unless=({"schedule": "plateau"},)),
+    Oracle(the_last_checkpoint_gives_the_last_val_loss, unless=(PRETENDED,)),
+    Oracle(validation_rows_are_of_their_own_file, where=({"files": "others"},)),
+    Oracle(documents_have_the_marks_that_the_folder_names, where=({"data": DOCUMENTS},)),
+    Oracle(labels_are_numbered_as_in_the_trained_head, where=({"data": "classify"},)),
+    Oracle(lines_of_two_files_belong_together, where=({"data": "pairs"},)),
+    Oracle(a_prompt_begins_as_documents_do, where=({"data": f"text|{DOCUMENTS}"},)),
+    Oracle(the_best_checkpoint_gives_the_test_loss, where=({"asked": TESTED},), unless=(PRETENDED,)),
     Oracle(load_model_returns_the_stored_weights, unless=({"precision": "64-true"},)),
     Oracle(best_ckpt_is_of_the_least_val_loss, unless=({"option": "monitor"},)),
     Oracle(every_file_has_the_last_step),
-    Oracle(stopped_and_resumed_is_bit_equal, unless=(ONE,)),
-    Oracle(a_run_that_is_over_changes_no_file, unless=(ONE,)),
-    Oracle(a_run_that_is_not_finite_keeps_the_last_good_checkpoint, where=({"ends": "nonfinite"},), unless=(ONE,)),
+    Oracle(stopped_and_resumed_is_bit_equal),
+    Oracle(a_run_that_is_over_changes_no_file),
+    Oracle(a_run_that_is_not_finite_keeps_the_last_good_checkpoint, where=({"ends": "nonfinite"},)),
     Oracle(
-        micro_batches_change_no_row,
-        where=({"accumulate": "2|3"},),
-        unless=(ONE, {"data": "stream", "workers": "2"}),  # the parts of several workers take turns by micro-batch
+        micro_batches_and_processes_change_no_row,
+        where=({"accumulate": "2|3"}, {"processes": "2|4"}),
+        # the parts of several workers take turns by micro-batch, and two processes read other documents than one
+        unless=({"data": "stream", "workers": "2"}, {"data": "stream", "processes": "2|4"}),
     ),
-    Oracle(workers_change_nothing, where=({"workers": "2|pickled"},), unless=(ONE, {"data": "stream"})),
+    Oracle(
+        slices_of_a_stream_have_other_rows,
+        where=({"data": "stream", "processes": "2|4"}, {"data": "stream", "accumulate": "2|3"}),
+    ),
+    Oracle(workers_change_nothing, where=({"workers": "2|pickled"},), unless=({"data": "stream"},)),
     Oracle(
         looking_changes_no_bit,
         where=(
@@ -1186,20 +1287,30 @@ ORACLES = (
             {"option": "|".join(IDLE)},
             {"rehearse": "yes"},
         ),
-        unless=(ONE,),
     ),
-    Oracle(a_start_from_weights_is_the_same_function, where=({"start": "init_from|folded"},), unless=(ONE,)),
-    Oracle(a_film_shows_every_recorded_step, where=({"asked": "film"},), unless=(ONE,)),
+    Oracle(a_start_from_weights_is_the_same_function, where=({"start": "init_from|folded"},)),
+    Oracle(a_film_shows_every_recorded_step, where=({"asked": "film"},)),
     Oracle(
         an_exported_folder_computes_what_the_checkpoint_does,
         where=({"data": "text|packed|padded|stream|chat", "network": "!own"},),
-        unless=(ONE,),
     ),
-    Oracle(nothing_global_is_changed, unless=(ONE,)),
-    Oracle(two_processes_train_as_one, where=(ONE,), unless=({"optimizer": "muon"}, {"dropout": "yes"}, {"data": "stream"})),
+    Oracle(nothing_global_is_changed),
+    Oracle(every_micro_batch_of_every_process_draws_its_own_numbers, unless=(PRETENDED,)),
+    Oracle(
+        several_processes_train_as_one,
+        where=(OTHERS_THAN_ONE,),
+        unless=({"optimizer": "muon"}, {"dropout": "yes"}, {"data": "stream", "processes": "2|4"}),
+    ),
+    Oracle(
+        a_run_goes_on_in_another_number_of_processes,
+        where=({"place": "ddp_cpu|ddp_unused|fsdp"},),
+        unless=({"optimizer": "muon"}, {"dropout": "yes"}, {"data": "stream"}),
+    ),
 )
 OURS_ALONE = {"network": "own|hf|lora"}
 MEANINGLESS: tuple[dict[str, str], ...] = (
+    {"place": "one|pretended", "processes": "2|4"},
+    {"data": "module", "accumulate": "2", "processes": "4"},  # a step of 12 rows has no 8 equal parts
     {"asked": "early", "ends": "int|crash_after"},  # it ends before
     {"option": "instruments", "ends": "nonfinite"},  # anomaly detection raises first
     {"place": "pretended", "compile": "yes"},  # it has no compiler
@@ -1213,15 +1324,17 @@ MEANINGLESS: tuple[dict[str, str], ...] = (
     {**OURS_ALONE, "start": "folded"},
     {"optimizer": "Adam|NAdam|SGD|two_modes", "rules": "frozen|factor"},  # a key of our optimizers
     {"network": "own", "data": "drawn|classify|pairs|pictures"},  # the model answers each token of a text
-    {"files": "others", "data": "text|drawn|noisy|masked|pictures"},
+    {"files": "others", "data": "text|drawn|noisy|masked|pictures|module"},
     {"files": "torn", "data": "!pairs"},
     {"network": "hf|lora", "data": "!text|packed|padded|stream|classify"},
     {"network": "hf|lora", "start": "init_from"},  # model.path names the weights
     {"asked": TESTED, "data": "!text|pairs"},  # pairs alone have a test split; text stands for the others
 )
 REFUSALS = (
+    Refusal({"objective": "own", "schedule": "plateau", "option": "monitor"}, "train_accuracy is not logged"),
     Refusal({"asked": TESTED, "data": "text"}, "the data has no test split"),
-    Refusal({"asked": "samples", "data": "drawn|noisy"}, "needs data with a tokenizer"),
+    Refusal({"accumulate": "2", "processes": "4"}, r"divisible by trainer\.accumulate=2 x trainer\.devices=4"),
+    Refusal({"asked": "samples", "data": "drawn|noisy|module"}, "needs data with a tokenizer"),
     Refusal({"asked": "samples", "data": "pictures"}, "needs data with a tokenizer"),
     Refusal({"asked": "samples", "data": "masked|classify"}, "decoder or encoder-decoder of minitx, got encoder"),
     Refusal({"asked": "samples", **OURS_ALONE}, "decoder or encoder-decoder of minitx, got"),
@@ -1252,7 +1365,8 @@ RUNS = Lattice(
         "option": "instruments",
         "compile": "yes",
         "network": "hf|lora",
-        "place": "ddp_cpu|fsdp|pretended",
+        "place": "ddp_cpu|ddp_unused|fsdp|pretended",
+        "processes": "2|4",
     },
 )
 

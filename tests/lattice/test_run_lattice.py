@@ -27,7 +27,22 @@ PARTS = 12
 SLOW = 4
 """The part of the points without compiler that the slow tier has."""
 
-PROCESSES = {"place": "ddp_cpu|fsdp"}
+PROCESSES = {"place": "ddp_cpu|ddp_unused|fsdp"}
+
+QUICK_OF_SEVERAL = ("place=ddp_cpu processes=2 ends=term accumulate=2 data=noisy user=callback objective=own",)
+"""Points of the default tier in one pair of processes."""
+
+SLOW_OF_SEVERAL = (
+    "place=fsdp processes=2 ends=nonfinite accumulate=2 clip=.5 rules=factor",
+    "place=ddp_cpu processes=4 ends=stop_at accumulate=3 data=module objective=own asked=probe log_every=3",
+    "place=fsdp processes=4 ends=usr1 data=drawn asked=early log_every=3 option=all_rows",
+    "place=ddp_cpu processes=2 ends=hup data=pairs asked=tested workers=2 dropout=yes user=logger",
+    "place=fsdp processes=2 ends=crash_inside accumulate=3 data=padded asked=top_k rules=frozen precision=64-true",
+    "place=ddp_cpu processes=4 ends=crash_after data=text asked=ema clip=.5 user=callback",
+    "place=fsdp processes=2 ends=term_first data=stream workers=2 validation=3",
+    "place=ddp_unused processes=2 ends=int data=chat asked=samples accumulate=2 optimizer=sgd",
+)
+"""Points of the slow tier in several processes: both strategies, a rank without rows or targets, ends of each kind."""
 
 BESIDE = {
     "num_nodes": "several machines",
@@ -41,11 +56,11 @@ BESIDE = {
 
 
 def points(several):
-    """The points of two processes, or of one."""
+    """The points of other processes, or of this one."""
     return [point for point in RUNS.points(SEED) if matches(PROCESSES, point) == several]
 
 
-@pytest.mark.parametrize("words", QUICK)
+@pytest.mark.parametrize("words", [*QUICK, *QUICK_OF_SEVERAL])
 def test_a_cheap_point_has_every_property(words):
     point = RUNS.point_of(words)
     assert RUNS.serves(point)
@@ -64,6 +79,12 @@ def test_a_part_of_the_points_of_one_process_has_every_property():
     assert_all([point for point in points(several=False) if point["compile"] == "no" and point["place"] == "one"][SLOW::PARTS])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("words", SLOW_OF_SEVERAL)
+def test_a_point_of_several_processes_has_every_property(words):
+    test_a_cheap_point_has_every_property(words)
+
+
 @pytest.mark.release
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_point_of_one_process_has_every_property(part):
@@ -72,7 +93,7 @@ def test_every_point_of_one_process_has_every_property(part):
 
 @pytest.mark.release
 @pytest.mark.parametrize("part", range(PARTS))
-def test_every_point_of_two_processes_has_every_property(part):
+def test_every_point_of_several_processes_has_every_property(part):
     assert_all(points(several=True)[part::PARTS])
 
 

@@ -325,8 +325,8 @@ WRITTEN = (
         "fsdp_groups",
         "sharded × several parameter groups × resume: the moments go to other parameters",
         "minitx/training/sharding.py:by_number",
-        'enumerate(_parameters(state["param_groups"]))',
-        'enumerate(sorted(_parameters(state["param_groups"])))',
+        'enumerate(_parameters_of(state["param_groups"]))',
+        'enumerate(sorted(_parameters_of(state["param_groups"])))',
     ),
 )
 
@@ -656,7 +656,7 @@ def ask_lattice(name: str, faults: Sequence[Fault | Drawn]) -> None:
 DRAWS: dict[str, tuple[int, Sequence[Where]]] = {
     "calls": (0, [{"around": "compile_eager|compile_aot_eager"}]),
     "models": (61, [{"wrapper": "lora|quantised|compile|inductor|ddp|fsdp"}]),
-    "runs": (0, [{"place": "ddp_cpu|fsdp"}, {"compile": "yes"}]),
+    "runs": (0, [{"place": "ddp_cpu|ddp_unused|fsdp"}, {"compile": "yes"}]),
 }
 """Of a lattice: the seed of the suite, and values that take longer."""
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from minitx.config import ConfigError, TrainerConfig
 from minitx.data.task import Task
-from minitx.training.module import UnusedParametersError
+from minitx.training.module import NonFiniteError, UnusedParametersError
 from minitx.training.rehearse import prepare_for_unused
 
 ROWS = [{"input": torch.tensor([float(i % 7), float(i % 5), 1.0]) / 7, "labels": i % 2} for i in range(32)]
@@ -46,6 +46,12 @@ class Routed(nn.Module):
             if (rows := chosen == number).any():
                 output = output.index_put((rows.nonzero()[:, 0],), expert(input[rows]))
         return output
+
+
+def broken_on_one_rank(logits, batch):
+    """A loss that is NaN in one process, with a gradient that is finite."""
+    is_broken = torch.is_grad_enabled() and os.environ.get("RANK") == "1"
+    return total(logits, batch) + (float("nan") if is_broken else 0.0)
 
 
 class Late(nn.Module):
@@ -90,7 +96,7 @@ def outcome(folder, network, objective, **options):
     options = {"rehearse": True, "max_steps": 3, "val_every": 0, "val_batch_size": 4, **options}
     try:
         fit(folder, data, model=network(), objective=objective, batch_size=8, **options)
-    except (ConfigError, UnusedParametersError) as error:
+    except (ConfigError, NonFiniteError, UnusedParametersError) as error:
         return type(error).__name__, str(error)
     return losses_of(folder)
 
@@ -177,3 +183,14 @@ def test_ddp_that_looks_for_unused_parameters_trains_a_model_that_leaves_them_ou
     first, second = run_ranks(2, outcome, tmp_path / "run", late, total, devices=2, max_steps=5, **options)
     assert first == second
     assert len(first) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
+def test_a_loss_that_is_not_finite_in_one_process_ends_all_before_the_update(tmp_path, place):
+    options = {"devices": 2, "log_every": 10, "rehearse": False, **PLACES[place]}
+    if place == "ddp":
+        options["strategy"] = "ddp_find_unused_parameters_true"
+    for kind, message in run_ranks(2, outcome, tmp_path / "run", Pooled, broken_on_one_rank, **options):
+        assert kind == "NonFiniteError"
+        assert "step 1" in message
