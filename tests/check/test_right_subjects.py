@@ -57,6 +57,34 @@ def test_a_bidirectional_convolution_is_described_and_accused_only_of_what_was_d
     assert check_model(model, only="causality", expect="bidirectional").findings == ()
 
 
+class Overlapping(nn.Module):
+    """Sums of the tokens so far. From token 20 on, an output has token 32, too, if there is one."""
+
+    def forward(self, x):
+        return x.cumsum(1) + F.pad(x[:, 32:33], (0, 0, 20, 0)).sum(1, keepdim=True) * (torch.arange(x.shape[1]) >= 20)[:, None]
+
+
+class Remembers(nn.Module):
+    """A recurrent layer that returns its state. In pieces of more than 60 tokens, it forgets the state that it got."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.cell = nn.Embedding(60, 16), nn.GRU(16, 16, batch_first=True)
+
+    def forward(self, tokens, state=None):
+        return self.cell(self.table(tokens), state if tokens.shape[1] < 60 else None)
+
+
+def test_a_long_row_accuses_only_what_declares_causality():
+    model = Tagger(Overlapping())
+    assert severities(check_model(model, only="causality")) == {"not-causal-in-a-long-row": "fragile"}
+    assert severities(check_model(model, only="causality", expect="causal")) == {"not-causal-in-a-long-row": "wrong"}
+    cached = Remembers()
+    assert severities(check_model(cached, only="cache")) == {"cache-differs-and-a-long-row": "fragile"}
+    assert severities(check_model(cached, only="cache", expect="causal")) == {"cache-differs-and-a-long-row": "wrong"}
+
+
 def test_a_model_that_sees_few_later_tokens_and_declares_nothing_is_fragile():
     report = check_model(Tagger(Local(5, 1)), only="causality")
     assert severities(report) == {"not-causal": "fragile"} and "expect=bidirectional declares it" in report.findings[0].advice
