@@ -13,7 +13,7 @@ from torch import Tensor
 from minitx.check.called_model import CalledModel, fault_text
 from minitx.check.copying import copied
 from minitx.check.examination import Examination
-from minitx.check.properties import Gap
+from minitx.check.properties import Gap, compare, rounding
 from minitx.check.results import Severity
 
 Parameters = Mapping[str, Tensor]
@@ -23,6 +23,9 @@ TRIED_ALONE = 8
 
 LARGE, GROUPS, WIDTH, SLOPE = 200_000_000, 24, 1e-4, 0.05
 """Limits of the comparison with finite differences: parameters, groups of parameters, step width, and relative error."""
+
+FAR = 16.0
+"""The difference from float64 that counts, as a multiple of the difference that rounding explains."""
 
 
 def gradient(exam: Examination) -> None:
@@ -110,11 +113,17 @@ def _finite_differences(exam: Examination, id: str) -> None:
         return
     with _in_float64(called):
         try:
-            called.answer(exam.inputs if called.streams else {n: v.double() for n, v in exam.inputs.items()})
+            inputs = {name: v.double() if v.is_floating_point() else v for name, v in exam.inputs.items()}
+            exact = called.answer(inputs)
+            gap = compare(exam.base, exact, rounding(called.answer, called.model, inputs, exact))
         except Exception as error:  # parts of some models compute in a fixed dtype
             exam.skip(id, f"in float64 it raises {fault_text(error)}")
             return
         worst = max(_slope_of_groups(exam), key=lambda slope: slope.share)
+    if gap.size > FAR * gap.allowed:
+        fault, advice = "parts of the float32 model compute in lower precision", "Look for autocast, half() or bfloat16()."
+        witness = f"the output differs from float64 by {gap.size:.2g}; rounding explains {gap.allowed:.2g}"
+        exam.failed("gradient/precision", "precision-lost", Severity.FRAGILE, fault, advice, witness, gap)
     if worst.share <= SLOPE:
         exam.passed(id)
         return

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from minitx.check.copying import copied
 
@@ -21,7 +22,7 @@ LENGTHS = (12, 16, 32, 64, 128, 8, 5, 10, 7, 9, 6, 4, 3, 2)
 IDS = ("input_ids", "idx", "ids", "tokens", "token_ids", "inputs", "x", "src", "input", "xb")
 TARGET_IDS = ("decoder_input_ids", "tgt", "target_ids", "tgt_ids", "decoder_ids")
 PIXELS = ("pixel_values", "images", "image", "img", "imgs", "pixels")
-MASK_NAMES = (
+MASK_NAMES = [
     "attention_mask",
     "key_mask",
     "padding_mask",
@@ -30,20 +31,10 @@ MASK_NAMES = (
     "pad_mask",
     "src_mask",
     "mask",
-)
+]
 TARGET_MASKS = ("decoder_attention_mask", "decoder_key_mask", "tgt_key_padding_mask", "tgt_mask")
 CACHES = ("past_key_values", "cache", "cache_params", "kv_cache", "past_kv", "past", "state", "hidden")
 LIMITS = ("max_position_embeddings", "n_positions", "block_size", "max_len", "max_seq_len", "context_length", "max_length")
-SPECIAL_IDS = (
-    "pad_token_id",
-    "eos_token_id",
-    "bos_token_id",
-    "decoder_start_token_id",
-    "pad_id",
-    "bos_id",
-    "eos_id",
-    "mask_token_id",
-)
 PICTURES = ((3, 32), (1, 28), (3, 16), (3, 64), (1, 16), (1, 32), (3, 8), (1, 8), (3, 224))
 OUTPUT_NAMES = ("logits", "prediction_logits", "last_hidden_state", "pooler_output")
 
@@ -120,6 +111,9 @@ class CalledModel:
         prepended: the number of output positions before the tokens, such as virtual tokens of prompt tuning. They are left out.
         vocabulary: the number of ids. usable: the ids without special tokens.
         changed: the tokens and masks that a call changed in place. Each call gets copies.
+        pad: the id for padding, if the config or the table states it.
+        has_width: whether the output has an axis after (B, L). Without it, one is added.
+        is_length_first: whether tokens and output are (L, B, ...). Masks are (B, L) in any case, as in torch.
     """
 
     model: nn.Module
@@ -137,6 +131,9 @@ class CalledModel:
     gives_targets: bool = False
     is_positional: bool = False
     changed: set[str] = field(default_factory=set)
+    pad: int | None = None
+    is_length_first: bool = False
+    has_width: bool = True
 
     @property
     def stream(self) -> Stream:
@@ -188,6 +185,8 @@ class CalledModel:
             if keep is not None and stream.name in keep:
                 assert stream.form is not None and stream.mask is not None
                 originals[stream.mask] = stream.form.write(keep[stream.name].to(self.device))
+        if self.is_length_first:
+            originals |= {s.name: originals[s.name].transpose(0, 1) for s in self.streams}
         copies = {name: tensor.clone() for name, tensor in originals.items()}
         result = self._called({**self.constants, **copies}, options)
         self.changed.update(name for name, tensor in originals.items() if not torch.equal(copies[name], tensor))
@@ -213,6 +212,9 @@ class CalledModel:
         output = _floats(result)
         if output is None:
             raise ValueError(f"{type(self.model).__name__} returns no floating-point tensor, got {type(result).__name__}")
+        output = output if self.has_width else output.unsqueeze(-1)
+        if self.is_length_first:
+            return output.transpose(0, 1)
         if self.streams:
             B, L = inputs[self.stream.name].shape[:2]
             if output.shape[:1] == (B * L,) and B > 1 < L and output.dim() == 2:
@@ -225,16 +227,16 @@ class CalledModel:
         if self.picture is not None:
             shape = f"(B, {self.picture[0]}, {self.picture[1]}, {self.picture[1]})"
             return f"{name}({self.pixels}): {self.pixels} {shape}"
-        arguments, forms = [], []
+        arguments, forms, axes = list[str](), list[str](), "L, B" if self.is_length_first else "B, L"
         for stream in self.streams:
             arguments.append(stream.name)
-            forms.append(f"{stream.name} {'(B, L)' if stream.width is None else f'(B, L, {stream.width})'}")
+            forms.append(f"{stream.name} ({axes}{'' if stream.width is None else f', {stream.width}'})")
             if stream.mask is not None and stream.form is not None:
                 arguments.append(stream.mask)
                 forms.append(f"{stream.mask} {stream.form}")
         arguments += ["targets"] * self.gives_targets
         length = f"{self.prepended} + L" if self.prepended else "L"
-        out = f"(B, {length}, ·)" if self.has_positions else "(B, ·)"
+        out = f"({axes.replace('L', length)}, ·)" if self.has_positions else "(B, ·)"
         return f"{name}({', '.join(arguments)}): {'; '.join(forms)}; output {out}"
 
 
@@ -252,6 +254,8 @@ def make_called(model: nn.Module, seed: int, device: torch.device | str, dtype: 
     where = next((p.device for p in model.parameters()), torch.device(device))
     called = CalledModel(model, names, generator, where)
     called.vocabulary, called.usable = _vocabulary(model)
+    pads = (_stated(called.config, "pad_token_id"), *(table.padding_idx for table in _tables(model)))
+    called.pad = next((pad for pad in pads if isinstance(pad, int) and pad >= 0), None)
     faults: dict[str, None] = {}
     for candidate in _ways(called, required):
         try:
@@ -268,6 +272,8 @@ def make_called(model: nn.Module, seed: int, device: torch.device | str, dtype: 
             if "targets" in names and output.dim() == 3 and output.shape[1] == 1 < L:  # nanoGPT: all logits only with targets
                 candidate.gives_targets = True
                 output = candidate.answer(inputs)
+            if output.shape[1:] == (L,) and _lengths(candidate) == (L - 1,):
+                candidate.has_width, output = False, output.unsqueeze(-1)
             candidate.prepended = _prepended(candidate, output)
             candidate.has_positions = output.dim() >= 3 and output.shape[1] == candidate.prepended + L
         else:
@@ -278,14 +284,18 @@ def make_called(model: nn.Module, seed: int, device: torch.device | str, dtype: 
 
 def _prepended(called: CalledModel, output: Tensor) -> int:
     """The number of output positions before the tokens. It must not change with the number of tokens."""
-    name, L = called.stream.name, called.stream.length
+    L = called.stream.length
     if output.dim() < 3 or output.shape[1] <= L:
         return 0
+    return output.shape[1] - L if _lengths(called)[:1] == (output.shape[1] - 1,) else 0
+
+
+def _lengths(called: CalledModel) -> tuple[int, ...]:
+    """The axes of the output after the rows if the tokens are one fewer, or () if the model reads whole blocks."""
     try:
-        shorter = called.answer(called.draw(NUM_ROWS, {name: L - 1}))
-    except Exception:  # the model reads whole blocks
-        return 0
-    return output.shape[1] - L if output.shape[1] - shorter.shape[1] == 1 else 0
+        return called.answer(called.draw(NUM_ROWS, {called.stream.name: called.stream.length - 1})).shape[1:]
+    except Exception:
+        return ()
 
 
 def _ways(called: CalledModel, required: Sequence[str]) -> Iterator[CalledModel]:
@@ -305,14 +315,12 @@ def _ways(called: CalledModel, required: Sequence[str]) -> Iterator[CalledModel]
     target = next((name for name in TARGET_IDS if name in names), None)
     mask = next((name for name in MASK_NAMES if name in names), None)
     target_mask = next((name for name in TARGET_MASKS if name in names), None)
-    width = None if _tables(model) else _input_width(model)
-    if width is not None and "inputs_embeds" in names:
-        ids = "inputs_embeds"
     limit = limit_of(model)
-    for length in LENGTHS:
+    widths: list[int | None] = [*([None] if _tables(model) else []), *_input_widths(model)]
+    for width, length in product(widths or [None], LENGTHS):
         if limit is not None and length > limit:
             continue
-        source = Stream(ids, length, mask, width)
+        source = Stream("inputs_embeds" if width is not None and "inputs_embeds" in names else ids, length, mask, width)
         streams = (source,) if target is None else (source, Stream(target, max(2, length - 3), target_mask, width))
         known = {stream.name for stream in streams}
         rest = [name for name in required if name not in known]
@@ -391,7 +399,7 @@ def fault_text(error: Exception) -> str:
 
 def is_refusal(error: Exception) -> bool:
     """Return whether an error reports an unsupported call. Such an error is not a fault."""
-    return isinstance(error, ValueError | NotImplementedError | TypeError)
+    return isinstance(error, ValueError | NotImplementedError | TypeError | AssertionError)
 
 
 def _stated(config: Any, name: str) -> Any:
@@ -404,15 +412,12 @@ def _tables(model: nn.Module) -> list[nn.Embedding]:
     return [m for m in model.modules() if isinstance(m, nn.Embedding)]
 
 
-def _input_width(model: nn.Module) -> int | None:
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            return module.in_features
-        if isinstance(module, nn.RNNBase):
-            return module.input_size
-        if isinstance(module, nn.MultiheadAttention):
-            return module.embed_dim
-    return None
+def _input_widths(model: nn.Module) -> list[int]:
+    """The widths of vectors to try: those that the first modules read."""
+    found = (
+        getattr(m, name, None) for m in model.modules() for name in ("in_features", "input_size", "embed_dim", "in_channels")
+    )
+    return list(dict.fromkeys(width for width in found if isinstance(width, int)))[:4]
 
 
 def _vocabulary(model: nn.Module) -> tuple[int, Tensor]:
@@ -431,10 +436,10 @@ def _vocabulary(model: nn.Module) -> tuple[int, Tensor]:
         size = stated
     if size is None:
         size = tables[0].num_embeddings if tables else 50
-    special: set[Any] = set()
-    for mark in (*(_stated(config, name) for name in SPECIAL_IDS), *(t.padding_idx for t in tables)):
+    stated_ids = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+    special = {table.padding_idx for table in tables} | ({0, 1, 2} if size > 12 else set())
+    for mark in (value for name, value in stated_ids.items() if name.endswith("_id")):
         special |= set(mark) if isinstance(mark, list | tuple) else {mark}
-    special |= {0, 1, 2} if size > 12 else set()
     usable = [token for token in range(size) if token not in special] or list(range(size))
     return size, torch.tensor(usable)
 
@@ -454,15 +459,60 @@ def _floats(result: Any) -> Tensor | None:
 def decoder_signs(model: nn.Module) -> str:
     """Return the reason to expect that the model is causal, or an empty string."""
     name, config = type(model).__name__, getattr(model, "config", None)
-    if re.search(r"CausalLM|(?<!With)LMHeadModel|GPT|DecoderLM", name):
+    if re.search(r"CausalLM|GPT|DecoderLM", name) and not (_stated(config, "is_decoder") is False and "GPT" not in name):
         return f"its class is {name}"
-    if getattr(model, "causal", False) is True or _stated(config, "is_decoder") is True:
+    if getattr(model, "causal", False) is True or any(
+        _stated(config, key) is True for key in ("is_decoder", "is_encoder_decoder")
+    ):
         return "its config or class marks it as a decoder"
     for path, buffer in model.named_buffers():
         if buffer.dim() >= 2 and buffer.shape[-1] == buffer.shape[-2] > 2:
             square = buffer.flatten(0, -3)[0] if buffer.dim() > 2 else buffer
-            ones = square.bool() if square.dtype == torch.bool or not square.is_floating_point() else square == 1
-            for triangle in (ones, square == 0):
-                if torch.equal(triangle, torch.ones_like(triangle).tril()):
-                    return f"the buffer {path} is a causal mask"
+            if any(torch.equal(marks, torch.ones_like(marks).tril()) for marks in (square == 1, square == 0)):
+                return f"the buffer {path} is a causal mask"
     return ""
+
+
+class _Dropouts(TorchFunctionMode):
+    """Count the calls of dropout that is switched on."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_on = "dropout" in getattr(func, "__name__", "") and (kwargs.get("training") or args[2:3] == (True,))
+        self.count += bool(is_on or kwargs.get("dropout_p"))
+        return func(*args, **kwargs)
+
+
+def draws_by_itself(call: Callable[[], Any]) -> bool:
+    """Return whether a call draws random numbers, and none of them for dropout."""
+    with torch.random.fork_rng(), _Dropouts() as dropouts:
+        before = torch.get_rng_state()
+        call()
+        return not dropouts.count and not torch.equal(torch.get_rng_state(), before)
+
+
+def returned_cache(result: Any, name: str) -> Any:
+    """Return the cache in the result of a call whose argument for it is ``name``, or None."""
+    for key in (name, "past_key_values", "cache_params", "state"):
+        cache = result.get(key) if isinstance(result, Mapping) else getattr(result, key, None)
+        if cache is not None:
+            return cache
+    parts = result[1:] if isinstance(result, tuple) else ()
+    rest = [part for part in parts if part is not None and not (isinstance(part, Tensor) and part.dim() == 0)]
+    return rest[-1] if rest else None
+
+
+def returns_cache(called: CalledModel) -> bool:
+    """Return whether the model gives back a cache of its tokens. A recurrent state is none: a bidirectional model has one, too."""
+    name = next((name for name in CACHES if name in called.names), None)
+    if name in (None, "state", "hidden"):
+        return False
+    if hasattr(called.model, "make_cache"):
+        return True
+    try:
+        options: dict[str, Any] = {"use_cache": True} if "use_cache" in called.names else {}
+        return returned_cache(called.run(called.draw(), **options), str(name)) is not None
+    except Exception:
+        return False

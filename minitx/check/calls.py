@@ -10,7 +10,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Literal
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from minitx.check import strict as kernels
 from minitx.check.copying import copied
-from minitx.check.experiments import BLIND, BLIND_MOVED, EXPERIMENTS, HALF, SIMPLE, Experiment, Operands, Outcome
+from minitx.check.experiments import BLIND, BLIND_MOVED, DRAWS, EXPERIMENTS, HALF, OTHERS, SIMPLE, Experiment, Operands, Outcome
 from minitx.check.mutants import MUTANTS, Mutant
 from minitx.check.reference import dtype_name, naive_attention, tolerance
 from minitx.check.results import Check, Finding, Report, Severity, Status
@@ -36,9 +37,10 @@ from minitx.check.search import (
     is_moved,
     passes,
     trials,
+    with_draws,
 )
 from minitx.check.signatures import chosen_forms, instance_of, read_signature
-from minitx.check.subjects import RETURNS, AttentionLayer, DoesNotApplyError, Function, NotTriedError, Subject, Way
+from minitx.check.subjects import RETURNS, AttentionLayer, DoesNotApplyError, Function, Subject, Way
 
 EXERCISE_STAGES = (1, 2, 3, 4, 5)
 """The stages of a graded exercise: plain; masks; queries without a visible key; wide values and causal; half precision and large scores."""
@@ -154,7 +156,10 @@ class _Examination:
         if diagnosis is None:
             return self._uncalled(list(faults))
         verdicts = _Verdicts(self.subject, judge, diagnosis, self.mask)
-        checks = [check for experiment in EXPERIMENTS for check in verdicts.checks(experiment)]
+        if self.stage is None:
+            verdicts.trial = with_draws(self.subject, diagnosis.trial)
+        tried = EXPERIMENTS if self.stage else (*EXPERIMENTS, *DRAWS)
+        checks = [check for experiment in tried for check in verdicts.checks(experiment)]
         findings = [*verdicts.findings()]
         if self.stage is None:
             checks += self._arguments(diagnosis.trial)
@@ -177,13 +182,14 @@ class _Examination:
         return [Check(f"argument {name}", Status.NOT_TRIED, reasons.get(name, "no experiment uses it")) for name in unused]
 
     def _uncalled(self, faults: list[str]) -> Report:
-        fault = "no way to call it was found"
+        fault, severity = "no way to call it was found", Severity.FRAGILE
         advice = "Check a function of queries, keys and values, an attention layer alone, or the whole model."
         if faults and all(reason.startswith(f"{RETURNS} NoneType") for reason in faults):
             fault, advice, faults = "it returns None", "Is the return statement missing?", []
+            severity = Severity.WRONG
         elif isinstance(self.subject, Function) and len(faults) == 1 and not faults[0].startswith(RETURNS):
-            fault, advice = "it raises the same error in every call", ""
-        finding = Finding("cannot-be-called", Severity.WRONG, fault, advice, "; ".join(faults[:3]))
+            fault, advice, severity = "it raises the same error in every call", "", Severity.WRONG
+        finding = Finding("cannot-be-called", severity, fault, advice, "; ".join(faults[:3]))
         checks = self._untried(fault)
         return Report(self.name, "", self.subject.seed, tuple(checks), (finding,), self.stage)
 
@@ -231,7 +237,10 @@ class _Verdicts:
         self.subject, self.judge, self.trial, self.mask = subject, judge, diagnosis.trial, mask
         self.others, self.wide = diagnosis.others, diagnosis.wide
         self.mistakes: Mistakes | None = diagnosis.mistakes
-        if diagnosis.mistakes is not None:
+        self.beyond = "" if self.mistakes == () else subject.beyond(diagnosis.trial.way, is_named=self.mistakes is not None)
+        if self.beyond:
+            self.mistakes = None
+        elif diagnosis.mistakes is not None:
             self.mistakes = diagnosis.mistakes + further_mistakes(judge, diagnosis.trial, diagnosis.mistakes)
 
     # --- checks
@@ -258,6 +267,8 @@ class _Verdicts:
             return Check(name, Status.PASSED if is_finite else Status.FAILED, "" if is_finite else "the output is NaN")
         is_right = passes(self.judge, self.trial, outcome)
         size = self._difference(outcome)
+        if self.beyond and not is_right:
+            return Check(name, Status.NOT_TRIED, self.beyond, size)
         return Check(
             name, Status.PASSED if is_right else Status.FAILED, "" if is_right else "the output or a gradient differs", size
         )
@@ -343,13 +354,13 @@ class _Verdicts:
         """Yield the named mistakes, those that show in the simplest experiment first."""
         assert self.mistakes is not None
         shown = {mutant: self._shown(mutant, failed) for mutant in self.mistakes}
-        order = {e: place for place, e in enumerate(EXPERIMENTS)}
+        order = {e: place for place, e in enumerate((*EXPERIMENTS, *DRAWS))}
         ranked = sorted(shown, key=lambda mutant: min((order[o.experiment] for o in shown[mutant]), default=len(order)))
         for mutant in ranked:
             outcomes = shown[mutant]
             names = [self._seen_in(outcome) for outcome in outcomes]
             names = names if len(names) <= 4 else [*names[:3], f"{len(names) - 3} others"]
-            severity = mutant.severity
+            severity = Severity.FRAGILE if self._is_documented(mutant) else mutant.severity
             finding = Finding(
                 mutant.id, severity, mutant.name, mutant.advice, f"seen in: {', '.join(names)}{self._by(outcomes)}"
             )
@@ -361,6 +372,13 @@ class _Verdicts:
         if others and len(self.others) <= 4:
             places = {outcome.experiment.id for mutant in replaced for outcome in shown[mutant]}
             yield Finding("same-numbers", Severity.NOTE, f"the same numbers come from: {', '.join(others)}"), places
+
+    def _is_documented(self, mutant: Mutant) -> bool:
+        """Return whether the function's documentation states where its causal mask begins."""
+        text = inspect.getdoc(self.subject.function) or ""
+        return mutant.id == "causal-mask-from-the-upper-left" and bool(
+            re.search(r"(upper|top)[- ]left|tril\(diagonal=0\)", text)
+        )
 
     @staticmethod
     def _seen_in(outcome: Outcome) -> str:
@@ -401,6 +419,10 @@ class _Verdicts:
             fault = f"the output has the shape {tuple(first.output.shape)}, not {tuple(self._right_shape(first))}"
             advice = "The output is weights @ value: it has the width of the values."
             yield Finding("other-shape", Severity.WRONG, fault, advice), {outcome.experiment.id for outcome in misshapen}
+            return
+        if self.beyond:
+            text = f"{self.beyond}, so it is not compared with the definition"
+            yield Finding("more-than-the-definition", Severity.NOTE, text), set()
             return
         is_mild = all(outcome.experiment.is_extreme for outcome in failed)
         sizes = [(outcome.experiment.name, self._difference(outcome)) for outcome in failed]
@@ -515,40 +537,11 @@ def _differ(got: Expected, want: Expected) -> bool:
 
 def _dependences(subject: Subject, trial: Tried) -> list[str]:
     """Sentences about forbidden dependences of the output, for a mistake without a name."""
-    if not isinstance(subject, Function):
+    first, sentences = trial.outcomes[SIMPLE].output, []
+    if first is None or not isinstance(subject, Function):
         return []
-    first = trial.outcomes[SIMPLE]
-    heads = (
-        ([("the last head", (slice(None), -1), "the other heads", (slice(None), slice(-1)))])
-        if len(trial.way.layout.name) > 10
-        else []
-    )
-    places = [("the second sequence", (1,), "the first sequence", (0,)), *heads]
-    sentences = []
-    for changed, index, others, rest in places:
-        again = _changed(subject, trial, index)
-        if (
-            first.output is not None
-            and again is not None
-            and not are_close(again[rest], first.output[rest].double(), is_loose=True)
-        ):
-            sentences.append(f"{changed} changes the output of {others}")
+    for part, others, rest in (("sequence", "the first sequence", 0), ("head", "the other heads", (slice(None), slice(-1)))):
+        again = subject.outcome(trial.way, OTHERS[part]).output
+        if again is not None and not are_close(again[rest], first[rest].double(), is_loose=True):
+            sentences.append(f"the {OTHERS[part].name} changes the output of {others}")
     return sentences
-
-
-def _changed(subject: Function, trial: Tried, index: tuple[Any, ...]) -> Tensor | None:
-    """The output of the plain experiment with other numbers at ``index``."""
-
-    def call(original: Callable[..., Any], /, **arguments: Any) -> Any:
-        for name in trial.way.order.values():
-            moved = trial.way.layout.take(arguments[name].clone(), 4)
-            moved[index] = moved[index] + 1.5
-            arguments[name] = trial.way.layout.put(moved)
-        return original(**arguments)
-
-    other = Function(subject.function, subject.dtype, subject.device, subject.seed)
-    other.function = partial(call, subject.function)
-    try:
-        return other.run(trial.way, SIMPLE).output
-    except (NotTriedError, RuntimeError, IndexError):
-        return None

@@ -10,13 +10,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitx.check.called_model import CalledModel, Stream, decoder_signs, fault_text, find_forms, is_refusal, with_form
+from minitx.check.called_model import (
+    CalledModel,
+    Stream,
+    decoder_signs,
+    draws_by_itself,
+    fault_text,
+    find_forms,
+    is_refusal,
+    limit_of,
+    returns_cache,
+    with_form,
+)
 from minitx.check.properties import FACTOR, Gap, compare, rounding, unit
 from minitx.check.results import Check, Finding, Severity, Status
 from minitx.check.witness import first_moved
 
 SHARE = 0.1
 """If rounding moves the output by more than this share of the effect of a visible token, equal outputs prove nothing."""
+
+
+LONG = 130
+"""The number of tokens of a long row: more than two blocks of 64, and more than many windows."""
 
 
 class StopError(Exception):
@@ -30,11 +45,13 @@ class Examination:
         word: the property that is checked now.
         inputs: random rows. base: the output for them. noise: the largest change of the output by rounding.
         turned: streams whose mask has the opposite meaning of its name.
-        causal: the caller's argument. repeat: the command that repeats a check, with a place for its options.
+        expect: the caller's argument. repeat: the command that repeats a check, with a place for its options.
+        taken_as: a description of what a token sees, and the reason. "": it was not looked at.
     """
 
-    def __init__(self, called: CalledModel, seed: int, causal: bool | None, repeat: str) -> None:
-        self.called, self.seed, self.causal, self.repeat = called, seed, causal, repeat
+    def __init__(self, called: CalledModel, seed: int, expect: str, repeat: str) -> None:
+        self.called, self.seed, self.expect, self.repeat = called, seed, expect, repeat
+        self.taken_as = ""
         self.checks: list[Check] = []
         self.findings: list[Finding] = []
         self.word = "call"
@@ -72,6 +89,10 @@ class Examination:
         again = compare(called.answer(self.inputs), self.base, 0.0)
         if not again.is_rounding:
             call = self.answers(self.inputs)
+            if draws_by_itself(call):
+                fault = "it draws random numbers in evaluation, and not for dropout, so nothing else is judged"
+                self.failed("determinism", "random-by-itself", Severity.FRAGILE, fault, "Seed each call, or draw them once.")
+                raise StopError(fault)
             advice = (
                 "In evaluation there is no dropout: F.dropout needs training=self.training, "
                 "and scaled_dot_product_attention needs dropout_p=0."
@@ -82,6 +103,7 @@ class Examination:
             raise StopError(fault)
         self.noise = max(rounding(called.answer, called.model, self.inputs, self.base, seed=seed) for seed in range(3))
         self._without_effect()
+        self._settle_layout()
         self._settle_meanings()
 
     def _without_effect(self) -> None:
@@ -94,6 +116,37 @@ class Examination:
         if self.gap(self.called.answer(other), self.base).is_rounding:
             self.failed("call/effect", "no-effect", Severity.WRONG, f"changing {stream.name} does not change the output")
             raise StopError("the output does not depend on the tokens")
+
+    def _settle_layout(self) -> None:
+        """Take the tokens as (L, B) if the rows of (B, L) change each other, and those of (L, B) do not.
+
+        Ids whose order along the first axis does not matter are (B, L): in a model of (L, B), the order of tokens matters.
+        """
+        called, base = self.called, self.base
+        if len(called.streams) != 1 or not called.has_positions or self.other_row()[0].is_rounding:
+            return
+        flipped = called.answer({name: value.flip(0) for name, value in self.inputs.items()}).flip(0)
+        if called.stream.width is None and self.gap(flipped, self.base).is_rounding:
+            return
+        try:
+            self.called = replace(called, is_length_first=True)
+            find_forms(self.called, self.inputs)
+            self.base = self.called.answer(self.inputs)
+            if self.base.shape[:2] == base.shape[:2] and self.other_row()[0].is_rounding:
+                text = "it takes the length first, (L, B): with (B, L), the rows of a batch change each other"
+                advice = "nn.MultiheadAttention, nn.TransformerEncoderLayer and nn.GRU take (B, L) with batch_first=True."
+                self.note("length-first", text, advice, Severity.NOTE if called.stream.width else Severity.FRAGILE)
+                return
+        except Exception:
+            pass
+        self.called, self.base = called, base
+
+    def other_row(self) -> tuple[Gap, dict[str, Tensor]]:
+        """Return the gap in the other rows if row 1 is another row, and the inputs with that row."""
+        others, still = self.called.draw(), self.whole.clone()
+        changed = {name: torch.cat((value[:1], others[name][1:2], value[2:])) for name, value in self.inputs.items()}
+        still[1] = False
+        return self.gap(self.called.answer(changed), self.base, still), changed
 
     def _settle_meanings(self) -> None:
         """Invert the meaning of a mask if only the other meaning hides tokens."""
@@ -133,13 +186,29 @@ class Examination:
         """The largest difference that rounding explains."""
         return FACTOR * (self.noise + unit(self.base.dtype) * self.base.abs().max().item())
 
-    def gap(self, output: Tensor, expected: Tensor, where: Tensor | None = None) -> Gap:
+    def gap(self, output: Tensor, expected: Tensor, where: Tensor | None = None, noise: float | None = None) -> Gap:
         """Compare two outputs. Rounding explains the measured noise. ``where``: bool (B, L), or (B,) for whole rows."""
         if where is not None and where.dim() == 1:
             where = where.unsqueeze(1).expand(output.shape[:2])
         if output.shape != expected.shape:
             return Gap(torch.inf, 0.0, (0,) * expected.dim())
-        return compare(output, expected, self.noise, where)
+        return compare(output, expected, self.noise if noise is None else noise, where)
+
+    @cached_property
+    def long(self) -> tuple[dict[str, Tensor], Tensor, float]:
+        """One long row, the output for it, and the noise.
+
+        Raises:
+            NotImplementedError: the model does not read so many tokens.
+        """
+        called = self.called
+        length = min(limit_of(called.model) or LONG, LONG)
+        inputs = called.draw(1, {called.stream.name: length})
+        try:
+            base = called.answer(inputs)
+        except Exception as error:
+            raise NotImplementedError(f"{length} tokens: {fault_text(error)}") from error
+        return inputs, base, rounding(called.answer, called.model, inputs, base)
 
     @cached_property
     def influence(self) -> Tensor:
@@ -179,22 +248,37 @@ class Examination:
         return moved.median().item() if moved.numel() else 0.0
 
     @cached_property
+    def intention(self) -> tuple[str, str]:
+        """What is declared, a word of ``expect``, and by what. "": nothing is declared, so the model is only described."""
+        if self.expect:
+            return self.expect, "as declared"
+        signs = decoder_signs(self.called.model) or ("it returns a cache of its tokens" if returns_cache(self.called) else "")
+        return ("causal" if signs else ""), signs
+
+    @cached_property
     def is_causal(self) -> bool:
-        """Whether later tokens must change nothing."""
-        if self.causal is not None:
-            return self.causal
-        if len(self.called.streams) > 1 or decoder_signs(self.called.model):
-            return True
-        name = type(self.called.model).__name__
-        if "MaskedLM" in name or "Classification" in name:
-            return False
-        is_theirs = hasattr(self.called.config, "model_type")  # transformers: its decoders are recognised above by their class
-        if not is_theirs and any(
-            word in self.called.names for word in ("past_key_values", "cache", "kv_cache", "past_kv", "past")
-        ):
-            return True
-        future = self.influence.triu(1) > self.allowed
-        return bool(future.sum() < 0.25 * self.influence.numel() / 2)
+        """Whether later tokens must change nothing. If nothing is declared: whether they change nothing, or much less than earlier tokens."""
+        if self.intention[0]:
+            return self.intention[0] != "bidirectional"
+        seen = self.influence > self.allowed
+        earlier, later = int(seen.tril(-1).sum()), int(seen.triu(1).sum())
+        return len(self.called.streams) > 1 or later < earlier / 2 or not later
+
+    def look(self) -> Tensor:
+        """Return which token sees which, bool (L, L), and describe it in ``taken_as``."""
+        seen, (word, reason) = self.influence > self.allowed, self.intention
+        later = int(seen.triu(1).sum())
+        blind = [(i, j) for i, j in (~seen).nonzero().tolist() if j < i or (j > i and not self.is_causal)]
+        if not word:
+            pairs = f"{later} pair{'s' * (later > 1)} of a token and a later token that it sees"
+            word, reason = (
+                ("bidirectional", f"{pairs}; expect=causal judges it") if later else ("causal", "no token sees a later token")
+            )
+        self.taken_as = f"{word}: {reason}"
+        if blind:
+            i, j = max(blind, key=lambda pair: abs(pair[0] - pair[1]))
+            self.taken_as += f"; token {i} does not see token {j}, one of {len(blind)} such pairs, as with a window"
+        return seen
 
     @property
     def is_weak(self) -> bool:
@@ -237,9 +321,9 @@ class Examination:
         self.checks.append(Check(id, Status.FAILED, fault, size, allowed))
         self._add(Finding(finding, severity, fault, advice, witness, self._repeat(id)))
 
-    def note(self, finding: str, text: str, advice: str = "") -> None:
-        """Record something that the author should know."""
-        self._add(Finding(finding, Severity.NOTE, text, advice))
+    def note(self, finding: str, text: str, advice: str = "", severity: Severity = Severity.NOTE) -> None:
+        """Record something that the author should know, a finding that belongs to no check."""
+        self._add(Finding(finding, severity, text, advice))
 
     def _add(self, finding: Finding) -> None:
         if all(finding.id != other.id for other in self.findings):

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
 
-from minitx.check import backward, behaviour, incremental, padding, visibility
+from minitx.check import backward, behaviour, incremental, padding, training, visibility
 from minitx.check.called_model import CannotBeCalledError, make_called
 from minitx.check.examination import Examination, StopError
 from minitx.check.results import Check, Finding, Report, Severity, Status
@@ -38,6 +39,7 @@ PROPERTIES: dict[str, Callable[[Examination], None]] = {
     "sizes": behaviour.sizes,
     "cache": incremental.cache,
     "documents": padding.documents,
+    "loss": training.loss,
     "gradient": backward.gradient,
     "train-mode": behaviour.train_mode,
     "bfloat16": behaviour.bfloat16,
@@ -52,7 +54,7 @@ def check_model(
     model: nn.Module,
     *,
     only: str | Sequence[str] | None = None,
-    causal: bool | None = None,
+    expect: str | None = None,
     seed: int = 0,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
@@ -68,7 +70,8 @@ def check_model(
     Args:
         model: any module, including Hugging Face models and models wrapped by PEFT or ``torch.compile``.
         only: the properties to check, words of ``PROPERTIES``. Default: all.
-        causal: whether later tokens must change nothing. Default: found from the class, its buffers and its behaviour.
+        expect: what the output of a token may depend on: "causal" (no later tokens), "bidirectional", or "window:4" (the last 4 tokens).
+            Default: causal if the class, the config, a buffer or a cache says so. Any other model is only described.
         seed: the seed of the random inputs. device: the device of the copy. dtype: the dtype of the copy. Default: the model's dtype.
         repeat: the command that repeats a finding, without ``only`` and ``seed``. Default: a call of this function.
 
@@ -76,24 +79,27 @@ def check_model(
         A report. Its ``exit_code`` is 1 if something is wrong. Checks that could not be tried are listed with the reason.
 
     Raises:
-        ValueError: ``only`` has an unknown word. TypeError: ``model`` is not a module.
+        ValueError: ``only`` or ``expect`` has an unknown word. TypeError: ``model`` is not a module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     chosen = list(PROPERTIES) if only is None else [only] if isinstance(only, str) else list(only)
     if unknown := [name for name in chosen if name not in PROPERTIES]:
         raise ValueError(f"only={unknown[0]} must be one of {', '.join(PROPERTIES)}")
+    if expect is not None and not re.fullmatch(r"causal|bidirectional|window:[1-9]\d*", expect):
+        raise ValueError(f"expect={expect} must be causal, bidirectional, or window: with a number, such as window:4")
     name = type(model).__name__
     with _settled(seed):
         try:
             called = make_called(model, seed, device, dtype)
         except CannotBeCalledError as faults:
             checks = [Check(word, Status.NOT_TRIED, "no way to call it was found") for word in chosen]
-            finding = Finding("cannot-be-called", Severity.WRONG, "no way to call the model was found", CALL, str(faults))
+            finding = Finding("cannot-be-called", Severity.FRAGILE, "no way to call the model was found", CALL, str(faults))
             return Report(name, "", seed, tuple(checks), (finding,))
-        examination = Examination(called, seed, causal, repeat or "check_model(model, {})")
+        examination = Examination(called, seed, expect or "", repeat or "check_model(model, {})")
         _examine(examination, [word for word in PROPERTIES if word in chosen])
-    return Report(name, called.describe(), seed, tuple(examination.checks), tuple(examination.findings))
+    called_as = examination.called.describe()
+    return Report(name, called_as, seed, tuple(examination.checks), tuple(examination.findings), taken_as=examination.taken_as)
 
 
 def _examine(examination: Examination, chosen: Sequence[str]) -> None:
@@ -140,7 +146,7 @@ def assert_causal(model: nn.Module, *, seed: int = 0, device: torch.device | str
     Raises:
         AssertionError: the report of ``check_model``.
     """
-    _assert(model, "causality", seed, device, causal=True)
+    _assert(model, "causality", seed, device, expect="causal")
 
 
 def assert_ignores_padding(model: nn.Module, *, seed: int = 0, device: torch.device | str = "cpu") -> None:
@@ -197,9 +203,9 @@ def assert_gradients_reach_everything(model: nn.Module, *, seed: int = 0, device
     _assert(model, "gradient", seed, device)
 
 
-def _assert(model: nn.Module, only: str, seed: int, device: torch.device | str, causal: bool | None = None) -> None:
+def _assert(model: nn.Module, only: str, seed: int, device: torch.device | str, expect: str | None = None) -> None:
     """Fail if something is wrong, or if nothing was tried."""
-    report = check_model(model, only=only, causal=causal, seed=seed, device=device)
+    report = check_model(model, only=only, expect=expect, seed=seed, device=device)
     tried = [check for check in report.with_status(Status.PASSED) if not check.id.startswith("call/")]
     if not tried or not report.is_right or report.with_status(Status.FAILED):
         raise AssertionError(str(report))

@@ -78,7 +78,7 @@ def naive_attention(
     return torch.stack(outputs).view(B, H, L, -1), torch.stack(weights).view(B, H, L, S)
 
 
-def tolerance(want: Tensor, low: Tensor, dtype: torch.dtype, size: float = 1.0) -> float:
+def tolerance(want: Tensor, low: Tensor, dtype: torch.dtype, size: float = 0.0) -> float:
     """Return the largest error that a result in ``dtype`` may have: twice the error of ``low`` plus four rounding errors.
 
     Args:
@@ -90,7 +90,7 @@ def tolerance(want: Tensor, low: Tensor, dtype: torch.dtype, size: float = 1.0) 
     error = (low.double() - want).abs().max().item()
     if dtype == torch.float64:
         error *= torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-    return 2 * error + 4 * torch.finfo(dtype).eps * max(1.0, size, want.abs().max().item())
+    return 2 * error + 4 * torch.finfo(dtype).eps * max(size, want.abs().max().item())
 
 
 def gradient_sizes(

@@ -101,6 +101,7 @@ class Report:
         checks: all checks, including those that were not tried.
         findings: the mistakes, the worst first. Within a severity, the finding to mend first comes first.
         stage: the stage of a graded exercise. None: not graded.
+        taken_as: what the tokens of a model see, and why it is judged so. "": not looked at.
     """
 
     subject: str
@@ -109,6 +110,7 @@ class Report:
     checks: tuple[Check, ...] = ()
     findings: tuple[Finding, ...] = ()
     stage: int | None = None
+    taken_as: str = ""
 
     def __post_init__(self) -> None:
         order = list(Severity)
@@ -126,8 +128,8 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """Return 1 if something is wrong, else 0."""
-        return 0 if self.is_right else 1
+        """Return 1 if something is wrong, 2 if no way to call the subject was found, else 0."""
+        return 1 if not self.is_right else 0 if self.called_as else 2
 
     @property
     def points(self) -> tuple[int, int] | None:
@@ -145,6 +147,7 @@ class Report:
             "version": VERSION,
             "subject": self.subject,
             "called_as": self.called_as,
+            "taken_as": self.taken_as,
             "seed": self.seed,
             "stage": self.stage,
             "is_right": self.is_right,
@@ -165,6 +168,8 @@ class Report:
         """The rows of the table: a heading ("": as in the row above) and a text."""
         if self.called_as:
             yield "called as", self.called_as
+        if self.taken_as:
+            yield from _wrapped("taken as", self.taken_as)
         for finding in self.findings:
             yield finding.severity.value, finding.fault
             yield from (("", text) for text in (finding.advice, finding.witness, finding.repeat) if text)

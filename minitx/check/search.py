@@ -11,7 +11,7 @@ from itertools import combinations, product
 import torch
 from torch import Tensor
 
-from minitx.check.experiments import BLIND, BLIND_MOVED, CAUSAL, EXPERIMENTS, SIMPLE, Experiment, Operands, Outcome
+from minitx.check.experiments import BLIND, BLIND_MOVED, CAUSAL, DRAWS, EXPERIMENTS, SIMPLE, Experiment, Operands, Outcome
 from minitx.check.mutants import DEFINITION, MUTANTS, Mutant, attention_in_steps, unchanged
 from minitx.check.signatures import AXES_2, AXES_3, HEADS_FIRST, MaskForm
 from minitx.check.subjects import NotTriedError, Subject, Way
@@ -87,7 +87,7 @@ class Expected:
 
     @cached_property
     def size(self) -> float:
-        """Return the largest number of the output, at least 1."""
+        """Return the largest number of the output."""
         return 1.0 if self.output is None else _largest(self.output)
 
 
@@ -159,7 +159,7 @@ def _matters(mutant: Mutant, inputs: Operands, is_causal: bool) -> bool:
 
 
 def are_close(got: Tensor, want: Tensor, is_loose: bool = False, size: float | None = None) -> bool:
-    """Return whether two results are equal up to rounding. NaN equals NaN. ``size`` is the largest number of ``want``, at least 1."""
+    """Return whether two results are equal up to rounding. NaN equals NaN. ``size`` is the largest number of ``want``."""
     if got.shape != want.shape:
         return False
     share = LOOSE if is_loose else TIGHT
@@ -168,7 +168,7 @@ def are_close(got: Tensor, want: Tensor, is_loose: bool = False, size: float | N
 
 
 def _largest(tensor: Tensor) -> float:
-    return max(1.0, tensor.nan_to_num(posinf=0.0, neginf=0.0).abs().max().item()) if tensor.numel() else 1.0
+    return tensor.nan_to_num(posinf=0.0, neginf=0.0).abs().max().item() if tensor.numel() else 1.0
 
 
 # --- ways of calling
@@ -253,13 +253,26 @@ def _maybe_causal(subject: Subject, trial: Tried) -> Iterator[Tried]:
     """Yield the trial, and a trial that assumes that the attention is always causal."""
     yield trial
     if subject.causal(trial.way) is None:
-        plain = {e: replace(e, is_causal=False) for e in EXPERIMENTS if e.is_causal}
-        always = _tried(subject, trial.way, plain.values())
-        causal = {e: replace(always.outcomes[other], experiment=e) for e, other in plain.items() if other in always.outcomes}
-        both = {**trial.outcomes, **causal}
-        outcomes = {e: both[e] for e in EXPERIMENTS if e in both}
-        not_tried = {e: reason for e, reason in trial.not_tried.items() if e not in both}
-        yield replace(trial, outcomes=outcomes, not_tried=not_tried, is_causal=True)
+        always = _always_causal(subject, trial.way, [e for e in EXPERIMENTS if e.is_causal])
+        yield replace(_joined(trial.way, trial, always), is_masked=trial.is_masked, is_causal=True)
+
+
+def _always_causal(subject: Subject, way: Way, experiments: Iterable[Experiment]) -> Tried:
+    """Run causal experiments without the causal option."""
+    plain = {replace(e, is_causal=False): e for e in experiments}
+    always = _tried(subject, way, plain)
+    outcomes = {plain[e]: replace(outcome, experiment=plain[e]) for e, outcome in always.outcomes.items()}
+    return Tried(way, outcomes, {plain[e]: reason for e, reason in always.not_tried.items()})
+
+
+def with_draws(subject: Subject, trial: Tried) -> Tried:
+    """Return the trial with other sizes and numbers."""
+    run = _always_causal if trial.is_causal else _tried
+    draws = run(subject, trial.way, DRAWS)
+    for experiment in [e for e in DRAWS if e.batch > 1 or e.rows > SIMPLE.rows]:  # a refusal of this size
+        if experiment in draws.outcomes and draws.outcomes[experiment].output is None:
+            draws.not_tried[experiment] = NotTriedError(f"it raises {draws.outcomes.pop(experiment).fault}")
+    return replace(trial, outcomes=trial.outcomes | draws.outcomes, not_tried=trial.not_tried | draws.not_tried)
 
 
 # --- mistakes

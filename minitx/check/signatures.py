@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minitx.check.experiments import BATCH, HEADS, WIDTH
+from minitx.check.experiments import HEADS, WIDTH
 
 ARGUMENT_ROLES = {
     "query": r"(\w_)?(q|qs|query|queries|query_states|x_q|q_in)",
@@ -109,7 +109,7 @@ class Layout:
 
 
 HEADS_FIRST = Layout("(B, H, L, D)", lambda x: x, lambda x, heads: x)
-AXES_3 = Layout("(B, L, D)", lambda x: x.flatten(0, 1), lambda x, heads: x.unflatten(0, (BATCH, heads)), THREE_AXES)
+AXES_3 = Layout("(B, L, D)", lambda x: x.flatten(0, 1), lambda x, heads: x.unflatten(0, (-1, heads)), THREE_AXES)
 LENGTH_FIRST = Layout("(B, L, H, D)", lambda x: x.transpose(1, 2), lambda x, heads: x.transpose(1, 2))
 AXES_2 = Layout("(L, D)", lambda x: x, lambda x, heads: x, MATRICES)
 WHOLE_WIDTH = Layout(

@@ -26,22 +26,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minitx.check.experiments import Experiment, HeadSizes, drawn
 from minitx.check.reference import DTYPES, dtype_name, gradient_sizes, naive_attention, tolerance
 from minitx.check.results import Check, Finding, Severity, Status, stable_id
 
 
-@dataclass(frozen=True, eq=False)
-class Case:
-    """One call, with batch size 2. ``judged`` lists the results to compare. Default: all, including gradients of learned options."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Case(Experiment):
+    """An experiment with options. ``judged`` lists the results to compare. Default: all, including gradients of learned options."""
 
-    name: str
     options: dict[str, Any] = field(default_factory=dict)
-    rows: int = 5
-    keys: int = 5
-    heads: tuple[int, int] = (4, 2)
+    heads: int = 4
+    kv_heads: int = 2
     width: int = 8
     value_width: int = 8
-    spread: float = 1.0  # a factor on the scores
     nan_keys: int = 0  # the number of keys and values that are NaN
     low_keys: int = 0  # the number of last keys with scores of -2.5e9; the other scores are 0
     judged: tuple[str, ...] = ()
@@ -68,41 +66,46 @@ def _cases() -> Iterator[Case]:
 def _shapes_and_scales() -> Iterator[Case]:
     """Yield cases without a mask: grouped heads, widths, scales, causal decoding and several tiles."""
     yield Case("plain")
-    yield Case("as many key heads", heads=(4, 4))
-    yield Case("multi-query", heads=(4, 1))
+    yield Case("as many key heads", keys=130, kv_heads=4)
+    yield Case("multi-query", batch=1, kv_heads=1)
     yield Case("wide values", value_width=11)
     yield Case("wide queries and keys", width=19)
     yield Case("one key", keys=1)
+    yield Case("small values", kv_heads=4, small=2.0**-30, dtypes=tuple(dtype for dtype in DTYPES if dtype != torch.float16))
     for scale in (1.0, 0.0, -0.5, 1e-3):
-        yield Case(f"scale {scale:g}", {"scale": scale})
+        yield Case(f"scale {scale:g}", options={"scale": scale})
     for scale in (0.0, -0.5):  # fails a kernel that multiplies -inf by the scale
-        yield Case(f"scale {scale:g} and causal", {"scale": scale, "is_causal": True})
-    yield Case("causal", {"is_causal": True})
-    yield Case("causal, decoding one", {"is_causal": True}, rows=1)
-    yield Case("causal, decoding three", {"is_causal": True}, rows=3)
-    yield Case("causal, several tiles", {"is_causal": True}, rows=3, keys=271)
-    yield Case("causal, several tiles of queries", {"is_causal": True}, rows=131, keys=131, heads=(1, 1))
+        yield Case(f"scale {scale:g} and causal", options={"scale": scale, "is_causal": True})
+    yield Case("causal", options={"is_causal": True})
+    yield Case("causal, decoding one", options={"is_causal": True}, rows=1)
+    yield Case("causal, decoding three", options={"is_causal": True}, rows=3)
+    yield Case("causal, several tiles", options={"is_causal": True}, rows=3, keys=271)
+    yield Case(
+        "causal, several tiles of queries", options={"is_causal": True}, rows=131, keys=131, batch=1, heads=1, kv_heads=1
+    )
 
 
 def _masks(cells: Tensor, empty: Tensor) -> Iterator[Case]:
     """Yield cases with masks. In ``empty``, some queries see no key."""
     padding = (torch.arange(5) >= torch.tensor([[2], [0]]))[:, None, None]  # left padding in the first sequence of the batch
-    yield Case("as many key heads, mask and causal", {"attn_mask": cells, "is_causal": True}, heads=(4, 4))
-    yield Case("mask (L, S)", {"attn_mask": cells[0, 0]})
-    yield Case("mask per batch", {"attn_mask": cells[:, :1]})
-    yield Case("mask per head", {"attn_mask": cells[:1]})
-    yield Case("padding (B, 1, 1, S)", {"attn_mask": padding})
-    yield Case("mask and causal", {"attn_mask": cells, "is_causal": True})
-    yield Case("padding and causal, decoding", {"attn_mask": padding, "is_causal": True}, rows=3)
-    yield Case("empty rows", {"attn_mask": empty})
-    yield Case("empty rows of left padding", {"attn_mask": padding, "is_causal": True})
-    yield Case("nothing visible", {"attn_mask": torch.zeros(5, 5, dtype=torch.bool)})
-    yield Case("NaN where no query looks", {"attn_mask": (torch.arange(5) >= 2).expand(5, 5)}, nan_keys=2)
+    yield Case("as many key heads, mask and causal", options={"attn_mask": cells, "is_causal": True}, kv_heads=4)
+    yield Case("mask (L, S)", options={"attn_mask": cells[0, 0]})
+    yield Case("mask per batch", options={"attn_mask": cells[:, :1]})
+    yield Case("mask per head", options={"attn_mask": cells[:1]})
+    yield Case("padding (B, 1, 1, S)", options={"attn_mask": padding})
+    yield Case("mask and causal", options={"attn_mask": cells, "is_causal": True})
+    yield Case("padding and causal, decoding", options={"attn_mask": padding, "is_causal": True}, rows=3)
+    yield Case("empty rows", options={"attn_mask": empty})
+    yield Case("empty rows of left padding", options={"attn_mask": padding, "is_causal": True})
+    yield Case("nothing visible", options={"attn_mask": torch.zeros(5, 5, dtype=torch.bool)})
+    yield Case("NaN where no query looks", options={"attn_mask": (torch.arange(5) >= 2).expand(5, 5)}, nan_keys=2)
     # fails a kernel that replaces hidden scores by a large negative number
-    yield Case("low scores beside the mask", {"attn_mask": cells, "attn_bias": torch.full((5, 5), -2e9)}, judged=("output",))
+    yield Case(
+        "low scores beside the mask", options={"attn_mask": cells, "attn_bias": torch.full((5, 5), -2e9)}, judged=("output",)
+    )
     yield Case(
         "low scores beside the mask, without a bias",
-        {"attn_mask": (torch.arange(5) >= 2).expand(5, 5)},
+        options={"attn_mask": (torch.arange(5) >= 2).expand(5, 5)},
         low_keys=3,
         judged=("output",),
         dtypes=tuple(dtype for dtype in DTYPES if dtype != torch.float16),  # such scores overflow in float16
@@ -113,21 +116,21 @@ def _further_options(bias: Tensor, empty: Tensor) -> Iterator[Case]:
     """Yield cases with a bias, a soft-cap, sinks, large scores, weights and dropout."""
     sinks = torch.linspace(-2, 2, 4)
     learned_bias = (4 * bias).round().div(4).requires_grad_()  # the same number in each dtype
-    yield Case("bias", {"attn_bias": bias})
-    yield Case("bias per batch", {"attn_bias": torch.cat((bias, -bias))})
-    yield Case("bias of -inf", {"attn_bias": bias.masked_fill(~empty, -torch.inf)})
-    yield Case("bias with a gradient", {"attn_bias": learned_bias})
-    yield Case("bias and mask", {"attn_bias": bias, "attn_mask": empty})
-    yield Case("soft-cap", {"softcap": 1.5}, spread=3.0)
-    yield Case("soft-cap and mask", {"softcap": 1.5, "attn_mask": empty})
-    yield Case("soft-cap and bias", {"softcap": 1.5, "attn_bias": 3 * bias})
-    yield Case("sinks", {"sinks": sinks})
-    yield Case("sinks with a gradient", {"sinks": torch.arange(-1.0, 3.0).requires_grad_()})
-    yield Case("sinks and mask", {"sinks": sinks, "attn_mask": empty})
+    yield Case("bias", options={"attn_bias": bias})
+    yield Case("bias per batch", options={"attn_bias": torch.cat((bias, -bias))})
+    yield Case("bias of -inf", options={"attn_bias": bias.masked_fill(~empty, -torch.inf)})
+    yield Case("bias with a gradient", options={"attn_bias": learned_bias})
+    yield Case("bias and mask", options={"attn_bias": bias, "attn_mask": empty})
+    yield Case("soft-cap", options={"softcap": 1.5}, spread=3.0)
+    yield Case("soft-cap and mask", options={"softcap": 1.5, "attn_mask": empty})
+    yield Case("soft-cap and bias", options={"softcap": 1.5, "attn_bias": 3 * bias})
+    yield Case("sinks", options={"sinks": sinks})
+    yield Case("sinks with a gradient", options={"sinks": torch.arange(-1.0, 3.0).requires_grad_()})
+    yield Case("sinks and mask", options={"sinks": sinks, "attn_mask": empty})
     yield Case("large scores", keys=67, spread=12.0)
-    yield Case("weights and mask", {"need_weights": True, "attn_mask": empty})
-    yield Case("dropout", {"dropout_p": 0.25}, rows=67, keys=67, heads=(2, 1), judged=("spread",))
-    yield Case("weights before dropout", {"need_weights": True, "dropout_p": 0.5}, judged=("weights",))
+    yield Case("weights and mask", options={"need_weights": True, "attn_mask": empty})
+    yield Case("dropout", options={"dropout_p": 0.25}, rows=67, keys=67, heads=2, kv_heads=1, judged=("spread",))
+    yield Case("weights before dropout", options={"need_weights": True, "dropout_p": 0.5}, judged=("weights",))
 
 
 def check_cases(
@@ -206,7 +209,10 @@ def _judge(kernel: Callable[..., Any], case: Case, dtype: torch.dtype, device: t
     is_half = dtype in (torch.bfloat16, torch.float16)  # in half precision, rounding of the result dominates
     sizes = {} if is_half else gradient_sizes(query, key, value, cotangent, want["weights"], scale)
     judged = case.judged or [name for name in want if name != "weights" or "need_weights" in case.options]
-    results = [_weigh(case, dtype, name, got.get(name), want[name], low[name], sizes.get(name, 1.0)) for name in judged]
+    results = [
+        _weigh(case, dtype, name, got.get(name), want[name], low[name], sizes.get(name, float("gradient" in name)))
+        for name in judged
+    ]
     failed = next((result for result in results if result.status == Status.FAILED), None)
     return failed or max(results, key=lambda result: (result.size or 0.0) / (result.allowed or 1.0))
 
@@ -244,25 +250,22 @@ def _compared(case: Case, dtype: torch.dtype, name: str, error: float, allowed: 
 
 def _draw(case: Case, dtype: torch.dtype) -> list[Tensor]:
     """Draw query, key, value and the gradient of the output. They are the same in each dtype, except for rounding."""
-    generator = torch.Generator().manual_seed(11)
-    H, Hkv = case.heads
-    L, S, D, Dv = case.rows, case.keys, case.width, case.value_width
-    shapes = (H, L, D), (Hkv, S, D), (Hkv, S, Dv), (H, L, Dv)
-    query, key, value, cotangent = (torch.randn(2, *shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    query, key, value = (tensor.clone() for tensor in drawn(case, HeadSizes(case.heads, case.width), seed=11).heads)
+    cotangent = drawn(case, HeadSizes(case.heads, case.value_width), seed=12).query / case.spread
     key[:, :, : case.nan_keys] = value[:, :, : case.nan_keys] = torch.nan
     if case.low_keys:
         query, key = torch.zeros_like(query), torch.zeros_like(key)
         query[..., -2:] = 2.0**16
-        key[:, :, -case.low_keys :, -2:] = -(2.0**16) * D**0.5 * 0.3
+        key[:, :, -case.low_keys :, -2:] = -(2.0**16) * case.width**0.5 * 0.3
     value = torch.ones_like(value) if case.judged == ("spread",) else value
-    tensors = [tensor.to(dtype) for tensor in (query * case.spread, key, value, cotangent)]
+    tensors = [tensor.to(dtype) for tensor in (query, key, value, cotangent)]
     return [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in tensors]  # (B, H, L, D), as views of (B, L, H, D)
 
 
 def _run(attention: partial[Any], inputs: Sequence[Tensor], cotangent: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the output, the weights if there are any, and the gradients of query, key, value and learned options.
 
-    For a kernel, also return the output without gradients, from contiguous tensors.
+    For a kernel, also return the output without gradients, from contiguous tensors that had other numbers in an earlier call.
     """
     learned = {name: x for name, x in attention.keywords.items() if isinstance(x, Tensor) and x.requires_grad}
     tensors = dict(zip(("query", "key", "value"), inputs, strict=True)) | learned
@@ -277,8 +280,13 @@ def _run(attention: partial[Any], inputs: Sequence[Tensor], cotangent: Tensor, d
         gradients = torch.autograd.grad(output, roots, cotangent.to(output.dtype), materialize_grads=True)
         results.update(zip((f"gradient of {name}" for name in leaves), gradients, strict=True))
     with torch.no_grad():
-        plain = [tensor.detach().contiguous() for tensor in (query, key, value)]
-        again = result if attention.func is naive_attention else attention(*plain, **options)
+        plain = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in (query, key, value)]
+        again = result
+        if attention.func is not naive_attention:
+            attention(*(tensor.mul_(2) for tensor in plain), **options)
+            for tensor, original in zip(plain, (query, key, value), strict=True):
+                tensor.copy_(original)
+            again = attention(*plain, **options)
     names = ("query", "key", "value")
     _refuse_changes(dict(zip(names, (query, key, value), strict=True)), dict(zip(names, plain, strict=True)))
     results["output without gradients"] = again[0] if isinstance(again, tuple) else again

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # documented in torc
 
 from minitx.check import signatures
 from minitx.check.copying import copied
-from minitx.check.experiments import BATCH, HEADS, WIDTH, Experiment, HeadSizes, Operands, Outcome, drawn, through_mask
+from minitx.check.experiments import HEADS, SIMPLE, WIDTH, Experiment, HeadSizes, Operands, Outcome, drawn, through_mask
 from minitx.check.signatures import QKV, Layout, MaskForm, MaskShape, Signature
 
 
@@ -124,6 +124,28 @@ class Subject:
     def forget(self) -> None:
         """Forget earlier calls."""
 
+    def beyond(self, way: Way, is_named: bool) -> str:
+        """Return what a module does beyond the definition, or an empty string: what it changes between its projections and its softmax.
+
+        Args:
+            is_named: a known mistake gives its numbers, so that only changed queries, keys and values count.
+        """
+        if not isinstance(self.function, nn.Module):
+            return ""
+        self.forget()
+        with Products(self.function) as watched:
+            seen = self.outcome(way, SIMPLE).inputs
+        if not watched.softmaxes and not watched.cores:
+            return "it takes no softmax of products of queries and keys"
+        if is_named and any(all(any(_is_scaled(x, y) for y in seen.heads) for x in core[:2]) for core in watched.cores):
+            return ""
+        for query, key, scores in watched.cores:
+            pairs = (query, key), (key, query)
+            is_plain = any(_is_scaled(one, seen.query) and _is_scaled(other, seen.key) for one, other in pairs)
+            if is_plain and (scores is None or any(x is None or _reaches(scores, x) for x in watched.softmaxes)):
+                return ""
+        return "it changes queries, keys or scores before the softmax, as a norm, positions or a window do"
+
     def describe(self, way: Way) -> str:
         """Describe the call in one readable line."""
         raise NotImplementedError
@@ -209,6 +231,10 @@ class Function(Subject):
         options = self.options(way, inputs, HEADS, dtype)
         self.has_changed_mask = False
         try:
+            if experiment.is_reused:
+                tensors = [leaf.detach() + 1.0 for leaf in leaves]
+                self._answer(way, tensors, options, _shape_of_output(inputs))
+                tensors = [tensor.copy_(leaf) for tensor, leaf in zip(tensors, leaves, strict=True)]
             output, weights = self._answer(way, tensors, options, _shape_of_output(inputs))
         except Exception as error:
             return Outcome(experiment, inputs, fault=_sentence(error))
@@ -241,7 +267,7 @@ class Function(Subject):
         """Call the function once for each sequence and each head."""
         names, mask = [way.order[role] for role in QKV], self.signature.mask
         outputs = []
-        for b, h in product(range(BATCH), range(shape[1])):
+        for b, h in product(range(shape[0]), range(shape[1])):
             arguments = {**options, **{name: tensor[b, h] for name, tensor in zip(names, tensors, strict=True)}}
             if mask in arguments and isinstance(arguments[mask], Tensor):
                 arguments[mask] = arguments[mask][b]
@@ -285,8 +311,8 @@ class AttentionLayer(Subject):
     def run(self, way: Way, experiment: Experiment) -> Outcome:
         if experiment.kv_heads or experiment.value_width or experiment.low is not None:
             raise DoesNotApplyError("a layer projects its own queries, keys and values")
-        if experiment.dtype is not None:
-            raise DoesNotApplyError("a layer is tried in one dtype")
+        if experiment.dtype is not None or experiment.small < 1 or experiment.is_reused:
+            raise DoesNotApplyError("a layer is tried in one dtype, with its own numbers")
         if experiment.hidden and experiment.mask == "keys" and "x" in way.order:
             raise DoesNotApplyError("it takes one input for queries and values")
         assert way.inner is not None
@@ -344,7 +370,7 @@ class AttentionLayer(Subject):
     def idle_parameters(self, way: Way) -> list[str]:
         """Return the names of the matrices that are not used in a call without a mask."""
         used = {product.name for key, seen in self.products.items() if isinstance(seen, list) for product in seen}
-        return [name for name, p in self.module.named_parameters() if p.ndim > 1 and name not in used]
+        return [name for name, p in self.module.named_parameters() if p.ndim == 2 and name not in used]
 
 
 @dataclass(frozen=True, eq=False)
@@ -366,12 +392,20 @@ class _Recorder:
 
     names: dict[int, str]
     seen: list[Product]
+    cores: list[tuple[Tensor, Tensor, Tensor | None]]
+    softmaxes: list[Tensor | None]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         aten = torch.ops.aten
         if func.overloadpacket in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.linear):
             self._record([x for x in args if isinstance(x, Tensor) and x.ndim > 1], result)
+        elif func.overloadpacket in (aten._softmax, aten._safe_softmax):
+            self.softmaxes.append(args[0])
+        elif func.overloadpacket is aten.exp:
+            self.softmaxes.append(None)
+        elif "scaled_dot_product" in func.name() and (kwargs or {}).get("attn_mask") is None and "backward" not in func.name():
+            self.cores.append((args[0], args[1], None))
         return result
 
     def _record(self, factors: list[Tensor], result: Tensor) -> None:
@@ -380,6 +414,8 @@ class _Recorder:
         parameter = next((name for name in names if name is not None), None)
         if parameter is not None and activation is not None:
             self.seen.append(Product(parameter, activation, result))
+        elif parameter is None and len(factors) > 1:
+            self.cores.append((factors[-2], factors[-1], result))
 
 
 class Products(_Recorder, TorchDispatchMode):
@@ -392,9 +428,34 @@ class Products(_Recorder, TorchDispatchMode):
         super().__init__()
         self.names = {p.untyped_storage().data_ptr(): name for name, p in module.named_parameters() if p.ndim > 1}
         self.seen: list[Product] = []
+        self.cores: list[tuple[Tensor, Tensor, Tensor | None]] = []  # factors without parameters, and their product
+        self.softmaxes: list[Tensor | None] = []  # their inputs; None: an exponential
 
 
 # --- helpers
+
+
+def _is_scaled(got: Tensor, want: Tensor) -> bool:
+    """Return whether two tensors have the same numbers, in any order and shape, except for a factor."""
+    one, other = (tensor.detach().cpu().double().unique() for tensor in (got, want))
+    return one.numel() == other.numel() and _is_parallel(one, other)
+
+
+def _is_parallel(one: Tensor, other: Tensor) -> bool:
+    size = one.norm() * other.norm()
+    return torch.allclose(one * other.norm(), other * one.norm(), rtol=0.0, atol=1e-5 * float(size) / one.numel() ** 0.5)
+
+
+def _reaches(scores: Tensor, entered: Tensor) -> bool:
+    """Return whether the scores enter the softmax as they are, or without those of later tokens."""
+    if _is_scaled(entered, scores):
+        return True
+    L = entered.shape[-1]
+    if entered.numel() != scores.numel() or entered.shape[-2] != L:
+        return False
+    earlier = torch.ones(L, L, dtype=torch.bool).tril()
+    one, other = (tensor.detach().cpu().double().reshape(-1, L, L) for tensor in (entered, scores))
+    return bool((one[:, ~earlier] < -1e3).all()) and _is_parallel(one[:, earlier], other[:, earlier])
 
 
 def _shape_of_output(inputs: Operands) -> torch.Size:
@@ -451,8 +512,9 @@ def _attributes(module: nn.Module, role: str) -> list[int]:
 
 
 def _width(module: nn.Module) -> int:
-    """The width of the inputs: a suitable attribute of the module, or else the smallest size of a parameter."""
-    sizes = [size for p in module.parameters() if p.ndim > 1 for size in p.shape]
+    """The width of the inputs: a suitable attribute of the module, or else the smallest size of a matrix."""
+    matrices = [p for p in module.parameters() if p.ndim == 2] or [p for p in module.parameters() if p.ndim > 1]
+    sizes = [size for p in matrices for size in p.shape]
     return next((width for width in _attributes(module, "embed") if width in sizes), min(sizes))
 
 
@@ -472,14 +534,14 @@ def _heads(products: list[Product], inner: Inner, width: int, experiment: Experi
         seen = ", ".join(f"{product.name} {tuple(product.result.shape)}" for product in products[:-1])
         raise ValueError(f"expected three projections and an output, got: {seen or 'no product with a parameter'}")
     order = inner.order or _by_names([name for name, _ in pieces]) or tuple(range(len(QKV)))
-    lengths = (experiment.rows, experiment.keys, experiment.keys)
-    heads = [_split(pieces[place][1], inner, length, width) for place, length in zip(order, lengths, strict=True)]
+    B, lengths = experiment.batch, (experiment.rows, experiment.keys, experiment.keys)
+    heads = [_split(pieces[place][1], inner, B, length, width) for place, length in zip(order, lengths, strict=True)]
     is_output = mixed is output.result
     return (
         heads[0],
         heads[1],
         heads[2],
-        _split(mixed, replace(inner, is_batch_first=True) if is_output else inner, experiment.rows, width),
+        _split(mixed, replace(inner, is_batch_first=True) if is_output else inner, B, experiment.rows, width),
     )
 
 
@@ -506,8 +568,8 @@ def _by_names(names: list[str]) -> tuple[int, ...] | None:
     return flat if len(set(flat)) == len(QKV) else None
 
 
-def _split(piece: Tensor, inner: Inner, length: int, width: int) -> Tensor:
+def _split(piece: Tensor, inner: Inner, batch: int, length: int, width: int) -> Tensor:
     """Heads (B, H, length, D) from a projection with rows (B, length) or (length, B)."""
     size = width // inner.heads
-    rows = piece.reshape(BATCH, length, -1) if inner.is_batch_first else piece.reshape(length, BATCH, -1).transpose(0, 1)
+    rows = piece.reshape(batch, length, -1) if inner.is_batch_first else piece.reshape(length, batch, -1).transpose(0, 1)
     return rows.unflatten(-1, (-1, size)).transpose(1, 2).detach().cpu()

@@ -24,14 +24,8 @@ CAUSAL_ADVICE = (
 def rows(exam: Examination) -> None:
     """Rows of a batch do not know each other."""
     called, inputs, base = exam.called, exam.inputs, exam.base
-    others = called.draw()
-    changed = {name: torch.cat((value[:1], others[name][1:2], value[2:])) for name, value in inputs.items()}
-    still = exam.whole.clone()
-    still[1] = False
-    gap = exam.gap(called.answer(changed), base, still)
-    advice = "Look for a view that mixes axes, a mean over axis 0, or batch_first."
-    if _attends_over_rows(called.model):
-        advice = "nn.MultiheadAttention and its layers take (L, B, E) unless batch_first=True."
+    gap, changed = exam.other_row()
+    advice = "Look for a view that mixes axes, or a mean over axis 0. torch's attention and nn.GRU take (L, B, E) unless batch_first=True."
     if not gap.is_rounding:
         exam.are_rows_apart = False
         at = exam.where(exam.answers(inputs), exam.answers(changed), torch.tensor([True, False, True]))
@@ -51,31 +45,45 @@ def rows(exam: Examination) -> None:
         exam.failed("rows/alone", "row-alone-differs", Severity.WRONG, fault, advice, witness, gap)
 
 
-def _attends_over_rows(model: nn.Module) -> bool:
-    kinds = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.RNNBase)
-    return any(
-        getattr(getattr(m, "self_attn", m), "batch_first", True) is False for m in model.modules() if isinstance(m, kinds)
-    )
-
-
 # --- causality
 
 
 def causality(exam: Examination) -> None:
     """In a causal model, later tokens change nothing."""
-    ids = [f"causality/{kind}" for kind in ("values", "prefix", "with-a-mask", "gradient")]
+    ids = [f"causality/{kind}" for kind in ("values", "prefix", "with-a-mask", "long", "gradient")]
     if not exam.called.streams or not exam.called.has_positions:
         reason = "the output has no positions" if exam.called.streams else "it reads no tokens"
         for id in ids:
             exam.skip(id, reason)
         return
+    exam.look()
+    word, _, width = exam.intention[0].partition(":")
+    if word == "bidirectional" and not exam.influence.triu(1).gt(exam.allowed).any():
+        fault = "no token sees a later token, although the model is declared bidirectional"
+        exam.failed("causality/declared", "not-bidirectional", Severity.WRONG, fault, "Remove the causal mask.")
     if not exam.is_causal:
-        for id in ids[:3]:
-            exam.skip(id, "the model is bidirectional; set causal=true if it must not be")
+        for id in ids[:4]:
+            exam.skip(id, "the model is bidirectional; set expect=causal if it must not be")
     else:
-        for id, check in zip(ids, (_token_values, _prefix, _with_mask), strict=False):
+        for id, check in zip(ids, (_token_values, _prefix, _with_mask, _long), strict=False):
             exam.attempt(id, partial(check, exam))
-    exam.attempt(ids[3], partial(_gradients, exam))
+    exam.attempt(ids[4], partial(_gradients, exam))
+    if width:
+        exam.attempt("causality/window", partial(_window, exam, width=int(width)))
+
+
+def _window(exam: Examination, id: str, width: int) -> None:
+    """The output of a token depends on exactly the last ``width`` tokens."""
+    seen = exam.influence > exam.allowed
+    band = torch.ones_like(seen).tril().triu(1 - width)
+    wrong = (seen.tril() != band).nonzero().tolist()
+    if not wrong:
+        exam.passed(id)
+        return
+    i, j = wrong[-1]
+    fault = f"the output of token {i} {'depends' if seen[i, j] else 'does not depend'} on token {j}, {i - j} before it, with window:{width}"
+    advice = "A window of w tokens is the token itself and w - 1 before it; n layers of width w see n · (w - 1) + 1 tokens."
+    exam.failed(id, "other-window", Severity.WRONG, fault, advice, f"{len(wrong)} such pairs")
 
 
 def _token_values(exam: Examination, id: str) -> None:
@@ -105,7 +113,12 @@ def _token_values(exam: Examination, id: str) -> None:
         )
     elif max(b - a for a, b in (future > exam.allowed).nonzero().tolist()) <= L // 4:  # each layer may add one
         advice = "The mask is too wide: use tril(diagonal=S - L) without an extra 1. Or a convolution needs padding on the left only."
-    exam.failed(id, "not-causal", Severity.WRONG, fault, advice, witness)
+    if not exam.intention[0]:
+        advice = (
+            f"If the model must be causal: {advice[0].lower()}{advice[1:]} expect=causal or expect=bidirectional declares it."
+        )
+    severity = Severity.WRONG if exam.intention[0] else Severity.FRAGILE
+    exam.failed(id, "not-causal", severity, fault, advice, witness)
 
 
 def _prefix(exam: Examination, id: str) -> None:
@@ -157,6 +170,28 @@ def _with_mask(exam: Examination, id: str) -> None:
     exam.passed(id, gap)
 
 
+def _long(exam: Examination, id: str) -> None:
+    """In a long row, the tokens after a multiple of a block change nothing before it."""
+    (inputs, base, noise), name = exam.long, exam.called.stream.name
+    if (exam.influence.triu(1) > exam.allowed).any():
+        exam.explained(id, "causality")
+        return
+    places = torch.arange(base.shape[1]).unsqueeze(0)
+    for cut in (cut for cut in (16, 32, 64, 65, 128) if cut < base.shape[1]):
+        changed = exam.called.others(inputs, name, places >= cut)
+        gap = exam.gap(exam.called.answer(changed), base, places < cut, noise)
+        if not gap.is_rounding:
+            at = exam.where(exam.answers(inputs), exam.answers(changed), places < cut)
+            witness = (
+                f"the tokens from {cut} to {base.shape[1] - 1} move the output of token {gap.place[1]} by {gap.size:.2g}{at}"
+            )
+            fault, advice = "in a long row, later tokens change earlier outputs", "Look at the borders of blocks or chunks."
+            severity = Severity.WRONG if exam.intention[0] else Severity.FRAGILE
+            exam.failed(id, "not-causal-in-a-long-row", severity, fault, advice, witness, gap)
+            return
+    exam.passed(id)
+
+
 def _gradients(exam: Examination, id: str) -> None:
     """A token gets a gradient exactly if its value has an effect."""
     grads = _token_gradients(exam)
@@ -200,7 +235,12 @@ def _token_gradients(exam: Examination) -> Tensor | str:
     leaves: list[Tensor] = []
 
     def leaf(module: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
-        same = args and args[0].shape == inputs[name].shape and torch.equal(args[0].to(inputs[name].device), inputs[name])
+        same = (
+            args
+            and isinstance(args[0], Tensor)
+            and args[0].shape == inputs[name].shape
+            and torch.equal(args[0].to(inputs[name].device), inputs[name])
+        )
         if not same or module.num_embeddings < called.vocabulary:
             return None
         leaves.append(output.detach().requires_grad_())
@@ -234,27 +274,22 @@ def _token_gradients(exam: Examination) -> Tensor | str:
 
 
 def reach(exam: Examination) -> None:
-    """Note which tokens are visible, and whether their order matters."""
+    """A token sees other tokens, and their order matters."""
     if not exam.called.streams or not exam.called.has_positions:
         exam.skip("reach", "the output has no positions")
         return
-    influence, L = exam.influence > exam.allowed, len(exam.influence)
-    if L > 1 and not (influence & ~torch.eye(L, dtype=torch.bool)).any():
+    seen = exam.look()
+    if len(seen) > 1 and not (seen & ~torch.eye(len(seen), dtype=torch.bool)).any():
         advice = "If the model has attention, it has no effect: look at its output projection, its mask and its kernel."
         exam.failed("reach", "sees-no-other", Severity.FRAGILE, "no token sees any other token", advice)
         return
-    blind = [(i, j) for i in range(L) for j in range(i if exam.is_causal else L) if i != j and not influence[i, j]]
-    kind = "causal" if exam.is_causal else "bidirectional"
     if exam.is_weak:
         exam.skip("reach", "rounding moves the output about as much as a token")
         return
-    if blind:
-        i, j = max(blind, key=lambda pair: abs(pair[0] - pair[1]))
-        exam.note("window", f"{kind}; token {i} does not see token {j}, one of {len(blind)} such pairs, as with a window")
-    elif not exam.is_causal:
-        exam.note("bidirectional", "bidirectional: every token sees every other; set causal=true if it must not")
+    if "position_ids" in exam.called.names:
+        exam.attempt("reach/positions", partial(_shifted_positions, exam))
     name = exam.called.stream.name
-    if exam.inputs[name].shape[1] > 4 and not blind:
+    if exam.inputs[name].shape[1] > 4 and seen[-1].all():
         order = list(range(exam.inputs[name].shape[1]))
         order[1], order[3] = order[3], order[1]
         swapped = {**exam.inputs, name: exam.inputs[name][:, order]}
@@ -263,3 +298,12 @@ def reach(exam: Examination) -> None:
                 "no-order", "swapping two earlier tokens does not change the output of the last token", "Are there positions?"
             )
     exam.passed("reach")
+
+
+def _shifted_positions(exam: Examination, id: str) -> None:
+    """Note whether the output depends on absolute positions."""
+    places = torch.arange(exam.base.shape[1], device=exam.called.device).expand(exam.base.shape[:2])
+    near, far = (exam.called.answer(exam.inputs, position_ids=places + shift) for shift in (0, 3))
+    if not exam.gap(far, near).is_rounding:
+        exam.note("absolute-positions", "adding 3 to all position_ids changes the output: positions are absolute, not relative")
+    exam.passed(id)

@@ -37,7 +37,7 @@ class CheckConfig(Config):
         target: FILE.py:NAME; target= may be omitted.
         model: a Hugging Face folder, a checkpoint or the folder of a run, instead of FILE.py:NAME.
         only: properties of a model to check, such as causality,padding.
-        causal: whether later tokens must not change earlier outputs; null: inferred from the model.
+        expect: what an output may depend on: causal, bidirectional or window:4; null: a model that declares nothing is only described.
         trust: build any class that a checkpoint names. This can run arbitrary code.
         stage: grade one stage of the exercise: 1 plain, 2 masks, 3 queries that see nothing, 4 wide values and causal, 5 half
             precision and large scores.
@@ -51,7 +51,7 @@ class CheckConfig(Config):
     target: FilePath = ""
     model: FilePath = ""
     only: str | None = None
-    causal: bool | None = None
+    expect: str | None = None
     trust: bool = False
     stage: Literal[1, 2, 3, 4, 5] | None = None
     strict: bool = False
@@ -108,7 +108,7 @@ def _report(subject: Any, config: CheckConfig) -> Report:
     if _is_whole_model(made) and not (config.strict or config.stage is not None or config.mask is not None):
         return _model_report(made, config)
     with refusing(f"{config.target}: ", (ValueError, TypeError)):
-        require(config.only is None and config.causal is None, f"only and causal are for models{_why_none(subject)}")
+        require(config.only is None and config.expect is None, f"only and expect are for models{_why_none(subject)}")
         return check_attention(
             subject if inspect.isclass(subject) else made,
             strict=config.strict,
@@ -123,13 +123,13 @@ def _model_report(model: Any, config: CheckConfig) -> Report:
     from minitx.check.language_models import check_model
 
     repeat = f"minitx-check {shlex.quote(f'model={config.model}' if config.model else config.target)}"
-    repeat += "" if config.causal is None else f" causal={str(config.causal).lower()}"
+    repeat += "" if config.expect is None else f" expect={config.expect}"
     repeat += " trust=true" * config.trust + (f" device={config.device}" if config.device != "cpu" else "")
     if sys.stderr.isatty():  # some seconds without output follow
         sys.stderr.write(f"checking {type(model).__name__} ...\n")
     with refusing("", (ValueError,)), refusing(f"device={config.device} cannot be used: ", (RuntimeError, AssertionError)):
         return check_model(
-            model, only=config.properties, causal=config.causal, seed=config.seed, device=config.device, repeat=repeat
+            model, only=config.properties, expect=config.expect, seed=config.seed, device=config.device, repeat=repeat
         )
 
 

@@ -76,6 +76,8 @@ FAULTS = {  # what is expected first, and what is replaced by what
     "causal mask one too wide": ("not-causal", ".tril(S - L)", ".tril(S - L + 1)"),
     "causal mask inverted": ("not-causal", "~torch.ones(L, S, dtype=torch.bool, device=x.device).tril(S - L)", "torch.ones(L, S, dtype=torch.bool).tril(S - L - 1)"),
     "causal mask dropped by the padding mask": ("not-causal-with-a-mask", "hidden = hidden | (mask", "hidden = (mask"),
+    "a block of 32 sees the first key of the next block": ("not-causal-in-a-long-row", "if mask is not None:\n            hidden", "hidden = hidden & (torch.arange(S) != (torch.arange(S - L, S)[:, None] // 32 + 1) * 32)\n        if mask is not None:\n            hidden"),
+    "padding mask ignored in a batch of one": ("mask-in-a-batch-of-one", "if mask is not None:\n            hidden", "if mask is not None and B > 1:\n            hidden"),
     "causal mask after the softmax": ("not-causal", "scores = scores.masked_fill(hidden, -1e9)\n        weights = self.drop(scores.softmax(-1))", "weights = self.drop(scores.softmax(-1).masked_fill(hidden, 0.0))"),
     "causal mask aligned to the upper left": ("cache-differs", ".tril(S - L)", ".tril()"),
     "padding mask ignored": ("mask-ignored", "B, L = input_ids.shape\n", "(B, L), attention_mask = input_ids.shape, None\n"),

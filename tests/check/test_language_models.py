@@ -35,7 +35,14 @@ QUICK = [word for word in PROPERTIES if word != "compile"]
 SOURCE = Path(small_gpt.__file__).read_text(encoding="utf-8").partition("FAULTS =")[0]
 SIZES = {"vocab_size": 31, "embed_dim": 24, "num_heads": 3, "num_layers": 2}
 PICTURES = {"image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": 10, "head": "sequence"}
-QUICK_FAULTS = ("no causal mask", "padding mask ignored", "values not cached", "keys detached")
+QUICK_FAULTS = (
+    "no causal mask",
+    "a block of 32 sees the first key of the next block",
+    "padding mask ignored in a batch of one",
+    "padding mask ignored",
+    "values not cached",
+    "keys detached",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -69,10 +76,10 @@ def our(architecture: str, **options) -> nn.Module:
 def test_nothing_is_wrong_with_the_small_gpt():
     report = check_model(gpt(), only=QUICK)
     assert not report.findings, str(report)
-    assert {check.id for check in report.with_status(Status.NOT_TRIED)} == {"documents"}
+    assert {check.id for check in report.with_status(Status.NOT_TRIED)} == {"documents", "cache/cut-back", "loss"}
     assert report.called_as.startswith("GPT(input_ids, attention_mask)")
     tried = {check.id.partition("/")[0] for check in report.with_status(Status.PASSED)}
-    assert tried == {"call", *QUICK} - {"documents"}
+    assert tried == {"call", *QUICK} - {"documents", "loss"}
 
 
 @pytest.mark.parametrize(
@@ -81,8 +88,10 @@ def test_nothing_is_wrong_with_the_small_gpt():
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_a_seeded_fault_is_found_and_comes_first(fault, seed):
     report = check_model(gpt(fault), only=QUICK, seed=seed)
-    assert report.mend_first is not None and report.mend_first.id == small_gpt.FAULTS[fault][0], str(report)
-    severe = report.mend_first.severity == Severity.WRONG
+    assert report.findings and report.findings[0].id == small_gpt.FAULTS[fault][0], str(report)
+    is_note = report.findings[0].severity == Severity.NOTE
+    assert is_note == (fault == "positions counted from the padding")  # a note, because the model takes no position_ids
+    severe = report.findings[0].severity == Severity.WRONG
     assert report.exit_code == severe
 
 
@@ -206,7 +215,7 @@ def test_a_model_without_a_mask_passes_and_its_padding_is_not_counted_as_right()
 def test_a_bidirectional_model_is_wrong_only_if_it_must_be_causal():
     model = Bare(lambda x: x + x.mean(1, keepdim=True))
     assert check_model(model, only="causality").is_right
-    assert [f.id for f in check_model(model, only="causality", causal=True).findings] == ["not-causal"]
+    assert [f.id for f in check_model(model, only="causality", expect="causal").findings] == ["not-causal"]
 
 
 def test_batch_first_that_was_forgotten_is_named():
@@ -237,6 +246,72 @@ def test_recurrent_models_are_checked_with_their_state():
 
     assert check_model(Recurrent(False), only=QUICK).mend_first is None
     assert [f.id for f in check_model(Recurrent(True), only="cache").findings] == ["cache-differs"]
+
+
+class Sums(nn.Module):
+    """The sum of the tokens so far. Its cache has the tokens, and the sums."""
+
+    class Cache:
+        def __init__(self, forgets):
+            self.tokens, self.forgets = torch.zeros(3, 0, 16), forgets
+
+        def crop(self, removed):
+            self.tokens = self.tokens[:, : removed - self.forgets]
+
+    def __init__(self, forgets):
+        super().__init__()
+        self.table, self.forgets = nn.Embedding(40, 16), forgets
+
+    def forward(self, tokens, cache=None):
+        cache = self.Cache(self.forgets) if cache is None else cache
+        x = self.table(tokens)
+        kept = cache.tokens.shape[1]
+        cache.tokens = torch.cat((cache.tokens[:1].expand(len(x), -1, -1) if kept == 0 else cache.tokens, x), 1)
+        return cache.tokens.cumsum(1)[:, kept:], cache
+
+
+def test_a_cache_that_is_cut_back_has_as_many_tokens_as_it_says():
+    right, wrong = (check_model(Sums(forgets), only="cache") for forgets in (0, 1))
+    assert not right.findings and "cache/cut-back" in {check.id for check in right.with_status(Status.PASSED)}, str(right)
+    assert [finding.id for finding in wrong.findings] == ["cache-differs-that-is-cut-back-by-3-tokens"], str(wrong)
+
+
+class WithLoss(nn.Module):
+    """A model of the last two tokens that returns its loss."""
+
+    def __init__(self, shift=1, is_mean=True, narrow=False):
+        super().__init__()
+        self.table, self.head = nn.Embedding(40, 16), nn.Linear(16, 40)
+        self.shift, self.is_mean, self.narrow = shift, is_mean, narrow
+
+    def forward(self, ids, labels=None):
+        x = self.table(ids)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.narrow):
+            logits = self.head(x + 0.5 * nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]).to(x.dtype)
+        if labels is None:
+            return logits
+        parts = logits[:, : -self.shift or None].flatten(0, 1), labels[:, self.shift :].flatten()
+        loss = (
+            nn.functional.cross_entropy(*parts)
+            if self.is_mean
+            else nn.functional.cross_entropy(*parts, reduction="none").mean()
+        )
+        return logits, loss
+
+
+@pytest.mark.parametrize(
+    ("options", "finding"),
+    [
+        ({}, None),
+        ({"shift": 0}, None),
+        ({"shift": 2}, "labels-shifted-twice"),
+        ({"is_mean": False}, "loss-of-hidden-targets"),
+        ({"narrow": True}, "precision-lost"),
+    ],
+)
+def test_a_loss_is_the_mean_over_its_targets_of_logits_in_float32(options, finding):
+    report = check_model(WithLoss(**options), only=["causality", "loss", "gradient"])
+    assert (report.mend_first and report.mend_first.id) == finding, str(report)
 
 
 def test_the_cross_attention_to_padding_is_told_from_the_encoder():
@@ -320,13 +395,14 @@ def test_a_check_changes_neither_the_model_nor_what_it_gives_to_the_model():
     assert all(value.dtype == before[name].dtype and value.equal(before[name]) for name, value in model.state_dict().items())
 
 
-def test_what_cannot_be_called_is_wrong_and_says_what_was_seen():
+def test_what_cannot_be_called_is_not_accused_but_never_passes_and_the_report_says_what_was_seen():
     class Odd(nn.Module):
         def forward(self, graph, nodes):
             raise RuntimeError("no graph")
 
     report = check_model(Odd())
-    assert report.exit_code == 1 and report.findings[0].id == "cannot-be-called" and "no graph" in str(report)
+    assert report.exit_code == 2 and report.is_right and report.findings[0].id == "cannot-be-called"
+    assert "no graph" in str(report)
     assert all(check.status == Status.NOT_TRIED for check in report.checks)
     with pytest.raises(TypeError, match="must be a torch"):
         check_model(3)  # type: ignore[arg-type]
@@ -346,22 +422,29 @@ def test_the_ids_of_the_json_are_stable():
         "causality/values",
         "causality/prefix",
         "causality/with-a-mask",
+        "causality/long",
         "causality/gradient",
         "reach",
         "padding/mask-of-ones",
         "padding/left",
+        "padding/left/one-row",
         "padding/left/alone",
         "padding/right",
+        "padding/right/one-row",
         "padding/right/alone",
         "padding/inside",
+        "padding/inside/one-row",
         "sizes/lengths",
         "sizes/limit",
         "sizes/ids",
         "cache/token-by-token",
         "cache/prefill-then-tokens",
         "cache/pieces",
+        "cache/cut-back",
+        "cache/long",
         "cache/left-padding",
         "documents",
+        "loss",
         "gradient/all",
         "gradient/differences",
         "train-mode",

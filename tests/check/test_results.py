@@ -6,7 +6,7 @@ import pytest
 
 from minitx.check import Check, Finding, Report, Severity, Status, check_attention, mutant
 from minitx.check.calls import BLIND_GRADIENT
-from minitx.check.experiments import EXPERIMENTS
+from minitx.check.experiments import DRAWS, EXPERIMENTS
 from minitx.check.mutants import MUTANTS
 from minitx.check.results import stable_id
 
@@ -60,6 +60,7 @@ def test_the_json_is_strict_json_with_the_findings_and_checks():
         "version",
         "subject",
         "called_as",
+        "taken_as",
         "seed",
         "stage",
         "is_right",
@@ -74,7 +75,8 @@ IDS = """
 plain more-keys-than-queries mask mask-that-hides-keys large-hidden-values a-query-that-sees-nothing
 other-hidden-values-where-a-query-sees-nothing gradients-where-a-query-sees-nothing wide-values causal causal-with-a-cache
 mask-and-causal grouped-heads large-scores low-scores low-scores-beside-a-mask very-low-scores-beside-a-mask
-float16 float16-with-a-mask bfloat16 bfloat16-with-a-mask
+float16 float16-with-a-mask bfloat16 bfloat16-with-a-mask one-sequence mask-of-one-sequence grouped-heads-three-sequences
+65-queries-130-keys 130-tokens-mask-and-causal small-values the-same-tensors-with-other-numbers
 """
 MISTAKES = """
 no-scale scale-by-d-k scores-multiplied-by-d-k scale-by-embed-dim scale-by-the-number-of-heads scale-by-the-number-of-keys
@@ -96,7 +98,7 @@ causal-mask-from-the-upper-left-shows-one-later-token heads-not-transposed weigh
 
 def test_the_ids_that_graders_read_stay_the_same():
     """A new id is added to these lists. An id that changes or goes needs a new version of the JSON."""
-    assert {experiment.id for experiment in EXPERIMENTS} | {BLIND_GRADIENT} == set(IDS.split())
+    assert {experiment.id for experiment in (*EXPERIMENTS, *DRAWS)} | {BLIND_GRADIENT} == set(IDS.split())
     assert [entry.id for entry in MUTANTS] == MISTAKES.split()
     checks = check_attention(mutant("no scale")).checks
     assert {check.id for check in checks} == set(IDS.split())

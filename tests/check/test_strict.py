@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from broken_functions import KERNELS
 
 from minitx.check import Status, check_attention, strict
 from minitx.check.reference import tolerance
@@ -129,7 +130,7 @@ def test_the_backends_pass(backend, monkeypatch):
         case for check in report.with_status(Status.NOT_TRIED) for case in ("soft-cap", "sinks") if check.id.startswith(case)
     }
     assert refused == ({"soft-cap", "sinks"} if backend == "sdpa" else set())
-    assert len(report.with_status(Status.PASSED)) == 179 - 24 * (backend == "sdpa")
+    assert len(report.with_status(Status.PASSED)) == 182 - 24 * (backend == "sdpa")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -137,6 +138,12 @@ def test_each_seeded_fault_is_found(fault):
     cases = chosen(FAULTS[fault][0])
     assert failures(textbook, cases) == set()
     assert failures(faulty(fault), cases) == {stable_id(FAULTS[fault][0])}
+
+
+@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel.__name__ != "mask_for_several_sequences_only"])
+def test_a_kernel_that_passes_other_tests_fails(kernel):
+    cases = chosen("as many key heads", "small values")
+    assert failures(kernel() if isinstance(kernel, type) else kernel, cases)
 
 
 @pytest.mark.parametrize("name", ["attn_mask", "attn_bias", "value"])

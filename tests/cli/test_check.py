@@ -112,7 +112,7 @@ def test_help_says_that_the_file_runs(program):
     (["broken.py:attention"], "SyntaxError: '(' was never closed (broken.py, line 1)\n"),
     (["model.py:model", "stage=1"], "is a model with the embedding"),
     (["model.py:model", "only=causalty"], "only=causalty must be one of"),
-    (["mine.py:right", "only=rows"], "only and causal are for models, but this is a function"),
+    (["mine.py:right", "only=rows"], "only and expect are for models, but this is a function"),
     (["mine.py:NeedsSizes", "only=rows"], "write a function without arguments that returns NeedsSizes(vocab_size, n_positions)"),
     (["raises.py:model"], "raises.py cannot be imported: KeyError: 'weights'"),
     (["model=nowhere"], "model=nowhere does not exist"),
@@ -144,10 +144,10 @@ def test_a_layer_that_a_class_or_a_function_returns_is_checked(program, name, wo
 
 
 def test_the_command_in_a_report_of_a_model_repeats_it(program):
-    code, shown, _ = program("model.py:leaky", "only=rows,causality", "causal=true", "seed=2")
+    code, shown, _ = program("model.py:leaky", "only=rows,causality", "expect=causal", "seed=2")
     assert code == 1 and "later tokens change earlier outputs" in shown
     command = next(line for line in shown.splitlines() if "minitx-check" in line).split()
-    assert command == ["minitx-check", "model.py:leaky", "causal=true", "only=causality", "seed=2"]
+    assert command == ["minitx-check", "model.py:leaky", "expect=causal", "only=causality", "seed=2"]
     code, again, _ = program(*command[1:])
     assert code == 1 and command == next(line for line in again.splitlines() if "minitx-check" in line).split()
 
@@ -189,7 +189,7 @@ def test_a_checkpoint_that_names_a_class_of_another_package_is_refused(program, 
     assert not (tmp_path / "ran").exists()
 
 
-WORDS = (["m.py:Net"], ["my model.py:Net", "causal=false"], ["model=runs/own", "trust=true"], ["m.py:Net", "device=cuda:1"])
+WORDS = (["m.py:Net"], ["my model.py:Net", "expect=window:4"], ["model=runs/own", "trust=true"], ["m.py:Net", "device=cuda:1"])
 
 
 @pytest.mark.parametrize("words", WORDS)

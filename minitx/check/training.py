@@ -1,0 +1,63 @@
+"""Check of a model's loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from minitx.check.examination import Examination
+from minitx.check.results import Severity
+
+IGNORED = -100
+"""The label of a token that is no target, in torch."""
+
+EXACT = 1e-3
+"""The largest relative difference from the mean. Other targets differ by more."""
+
+
+def loss(exam: Examination) -> None:
+    """The loss is the mean over its own targets, and labels are shifted once."""
+    called, L = exam.called, exam.base.shape[-2]
+    name = next((name for name in ("labels", "targets") if name in called.names), None)
+    is_of_ids = called.has_positions and len(called.streams) == 1 and called.stream.width is None
+    if name is None or not is_of_ids or exam.base.shape[-1] < called.vocabulary:
+        exam.skip("loss", "no argument for labels of tokens was found")
+        return
+    labels = called.draw()[called.stream.name]
+    shift = next((shift for shift in (1, 0, 2) if _is_mean(exam, name, labels, shift)), None)
+    if shift is None:
+        exam.skip("loss", "it is not the mean cross-entropy of the logits")
+        return
+    if shift == 2:
+        fault = "labels are shifted twice: the loss is of the token after the next"
+        exam.failed("loss/shift", "labels-shifted-twice", Severity.WRONG, fault, "Shift in the data or in the model.")
+        return
+    exam.passed("loss/shift")
+    labels[0, : L // 2] = labels[1, L - 2 :] = IGNORED
+    for rows, what in ((slice(None), "a batch"), (slice(1), "one row")):
+        try:
+            is_mean = _is_mean(exam, name, labels[rows], shift)
+        except IndexError:
+            exam.skip("loss/hidden", f"the label {IGNORED} raises")
+            return
+        if not is_mean:
+            fault = f"the loss of {what} is not the mean over the labels that are not {IGNORED}"
+            exam.failed("loss/hidden", "loss-of-hidden-targets", Severity.FRAGILE, fault, "Divide by their number.")
+            return
+    exam.passed("loss/hidden")
+
+
+def _is_mean(exam: Examination, name: str, labels: Tensor, shift: int) -> bool:
+    """Whether the loss is the mean cross-entropy of output i and label i + ``shift``."""
+    inputs = {stream: tokens[: len(labels)] for stream, tokens in exam.inputs.items()}
+    options: dict[str, Any] = {name: labels}
+    result = exam.called.run(inputs, **options)
+    parts = result.values() if isinstance(result, Mapping) else result if isinstance(result, tuple | list) else (result,)
+    losses = [part for part in parts if isinstance(part, Tensor) and part.numel() == 1]
+    logits = exam.base[: len(labels), : labels.shape[1] - shift].flatten(0, 1).float()
+    mean = cross_entropy(logits, labels[:, shift:].flatten(), ignore_index=IGNORED)
+    return any(torch.isclose(loss.float(), mean, rtol=EXACT).item() for loss in losses)
