@@ -113,6 +113,10 @@ class StepLog(StepCallback):
         if self._open is not None:  # the run was stopped before max_steps
             self._write(trainer, module, self._open)
 
+    def on_exception(self, trainer: L.Trainer, module: Any, exception: BaseException) -> None:
+        if isinstance(exception, StoppedError) and trainer.should_stop:  # by a signal in its last step
+            self.on_train_end(trainer, module)
+
     def _write(self, trainer: L.Trainer, module: TrainingModule, step: int) -> None:
         self._open = None
         on_device = summed(trainer, module), module.latch.step, self.tokens, module.grad_norm

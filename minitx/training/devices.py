@@ -351,6 +351,7 @@ def machine(options: TrainerConfig) -> Iterator[None]:
     with kept_environment(*_VARIABLES), kept_generators(device):
         if options.threads is not None:
             torch.set_num_threads(options.threads)
+            os.environ["OMP_NUM_THREADS"] = str(options.threads)  # otherwise Lightning's launcher of processes chooses a number
         if on_cpu:
             keep_freed_memory()
         try:
@@ -362,8 +363,8 @@ def machine(options: TrainerConfig) -> Iterator[None]:
             torch.backends.cudnn.benchmark = benchmark
 
 
-_VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_ORDER")
-"""Environment variables that Lightning sets, for deterministic kernels and for GPUs."""
+_VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_ORDER", "OMP_NUM_THREADS")
+"""Environment variables that Lightning sets, for deterministic kernels, for GPUs and for threads."""
 
 
 # --- several processes

@@ -18,6 +18,7 @@ QUICK = (
     "asked=evaluated ends=stop_at",
     "ends=crash_before data=chat accumulate=2 schedule=plateau start=folded log_every=3 asked=evaluated clip=.5 "
     "objective=smoothed option=all_rows optimizer=sgd",
+    "ends=hup asked=early log_every=3",
 )
 """Points of the default tier: cheap ones of a covering array. Written down, so that a new axis does not draw others."""
 
