@@ -400,7 +400,7 @@ class _Recorder:
         aten = torch.ops.aten
         if func.overloadpacket in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.linear):
             self._record([x for x in args if isinstance(x, Tensor) and x.ndim > 1], result)
-        elif func.overloadpacket in (aten._softmax, aten._safe_softmax):
+        elif func.overloadpacket in (aten._softmax, aten._safe_softmax):  # what torch's softmax dispatches to
             self.softmaxes.append(args[0])
         elif func.overloadpacket is aten.exp:
             self.softmaxes.append(None)
