@@ -100,14 +100,15 @@ class OwnRows:
 
 
 def own_objective(logits: Tensor, batch: Batch) -> dict[str, Tensor]:
-    """A user's objective: cross-entropy, and the number of rows beside it."""
+    """A user's objective: cross-entropy, and the numbers of right answers and of rows beside it."""
     real = batch["labels"] != -100
+    correct = (logits[real].argmax(-1) == batch["labels"][real]).sum()
     loss = nn.functional.cross_entropy(
         logits[real].to(torch.promote_types(logits.dtype, torch.float32)).reshape(-1, logits.shape[-1]),
         batch["labels"][real],
         reduction="sum",
     )
-    return {"loss": loss, "rows": loss.new_tensor(float(len(batch["labels"])))}
+    return {"loss": loss, "correct": correct.to(loss.dtype), "rows": loss.new_tensor(float(len(batch["labels"])))}
 
 
 class Counter(L.Callback):

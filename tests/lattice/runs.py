@@ -1331,7 +1331,6 @@ MEANINGLESS: tuple[dict[str, str], ...] = (
     {"asked": TESTED, "data": "!text|pairs"},  # pairs alone have a test split; text stands for the others
 )
 REFUSALS = (
-    Refusal({"objective": "own", "schedule": "plateau", "option": "monitor"}, "train_accuracy is not logged"),
     Refusal({"asked": TESTED, "data": "text"}, "the data has no test split"),
     Refusal({"accumulate": "2", "processes": "4"}, r"divisible by trainer\.accumulate=2 x trainer\.devices=4"),
     Refusal({"asked": "samples", "data": "drawn|noisy|module"}, "needs data with a tokenizer"),
