@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import nn
 
-from minitx.check import backward, behaviour, incremental, padding, training, visibility
+from minitx.check import backward, behaviour, incremental, loss, padding, visibility
 from minitx.check.called_model import CannotBeCalledError, make_called
 from minitx.check.examination import Examination, StopError
 from minitx.check.results import Check, Finding, Report, Severity, Status
@@ -39,7 +39,7 @@ PROPERTIES: dict[str, Callable[[Examination], None]] = {
     "sizes": behaviour.sizes,
     "cache": incremental.cache,
     "documents": padding.documents,
-    "loss": training.loss,
+    "loss": loss.loss,
     "gradient": backward.gradient,
     "train-mode": behaviour.train_mode,
     "bfloat16": behaviour.bfloat16,

@@ -261,7 +261,7 @@ class TrainingModule(L.LightningModule):
         else:
             return
         if unused:
-            raise UnusedParametersError(f"model: {few(unused)} step {step + 1} {remedy}")
+            raise UnusedParametersError(f"model: {unreached(unused)} step {step + 1} {remedy}")
 
     def raise_if_nonfinite(self) -> None:
         """Raise ``NonFiniteError`` if the latch is set.
@@ -383,10 +383,10 @@ def reached_by_gradients(network: nn.Module) -> Iterator[set[nn.Parameter]]:
             handle.remove()
 
 
-def few(names: Sequence[str]) -> str:
+def unreached(names: Sequence[str]) -> str:
     """Return the subject and the verb of a sentence about parameters.
 
-    >>> few(["a"]), few(["a", "b", "c", "d"])
+    >>> unreached(["a"]), unreached(["a", "b", "c", "d"])
     ('a gets no gradient from', 'a, b, c and 1 more get no gradient from')
     """
     listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

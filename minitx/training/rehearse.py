@@ -39,7 +39,7 @@ from minitx.nn.modes import evaluating
 from minitx.training import StoppedError
 from minitx.training.checkpoints import load_weights, network_weights, read_checkpoint
 from minitx.training.devices import as_one_process, device_of
-from minitx.training.module import FIND_UNUSED, NonFiniteError, TrainingModule, few, reached_by_gradients
+from minitx.training.module import FIND_UNUSED, NonFiniteError, TrainingModule, reached_by_gradients, unreached
 from minitx.training.trainer import AtomicCheckpointIO
 
 log = logging.getLogger(__name__)
@@ -106,10 +106,10 @@ def prepare_for_unused(module: TrainingModule, reached: Sequence[set[nn.Paramete
     unused = {weight: name for weight, name in trained.items() if not all(weight in weights for weights in passes)}
     sometimes = [name for weight, name in unused.items() if any(weight in weights for weights in passes)]
     if options.strategy == "sharded" and sometimes:
-        raise ConfigError(f"model: {few(sometimes)} some rows, and FSDP2 cannot train such a model: use trainer=ddp")
+        raise ConfigError(f"model: {unreached(sometimes)} some rows, and FSDP2 cannot train such a model: use trainer=ddp")
     if unused and options.strategy != "sharded":
         rows = "some rows" if sometimes else "any row"
-        log.info("model: %s %s: DDP looks for unused parameters in every step", few([*unused.values()]), rows)
+        log.info("model: %s %s: DDP looks for unused parameters in every step", unreached([*unused.values()]), rows)
         module.options = dataclasses.replace(options, strategy=FIND_UNUSED)
 
 
