@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from minitx.check.called_model import fault_text, is_refusal, limit_of
 from minitx.check.copying import copied
@@ -151,43 +154,127 @@ def _ids(exam: Examination, id: str, name: str) -> None:
 
 
 def train_mode(exam: Examination) -> None:
-    """In train mode only randomness changes the output."""
-    called, model = exam.called, exam.called.model
-    if any(isinstance(m, BATCH_NORMS) for m in model.modules()):
-        exam.skip("train-mode", "batch norm uses the batch in train mode")
-        return
+    """In train mode only randomness changes the output, and a causal model remains causal."""
+    with _training(exam.called.model):
+        exam.attempt("train-mode/causality", partial(_causal_in_training, exam))
+        if any(isinstance(m, BATCH_NORMS) for m in exam.called.model.modules()):
+            exam.skip("train-mode", "batch norm uses the batch in train mode")
+        else:
+            exam.attempt("train-mode", partial(_as_in_evaluation, exam))
+
+
+@contextmanager
+def _training(model: nn.Module) -> Iterator[None]:
+    """Train mode. Buffers get their values back."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.train()
     try:
-        outputs = []
-        for seed in (1, 2):
-            torch.manual_seed(seed)
-            outputs.append(called.answer(exam.inputs))
+        yield
     finally:
         model.eval()
         for name, buffer in model.named_buffers():
             if name in buffers:
                 buffer.copy_(buffers[name])
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Functions of dropout return their input."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if "dropout" in getattr(func, "__name__", ""):
+            return kwargs["input"] if "input" in kwargs else args[0]
+        if "dropout_p" in kwargs:
+            kwargs = {**kwargs, "dropout_p": 0.0}
+        return func(*args, **kwargs)
+
+
+def _causal_in_training(exam: Examination, id: str) -> None:
+    called = exam.called
+    if not called.streams or not called.has_positions or not exam.is_causal:
+        exam.skip(id, "the model is bidirectional" if called.streams and called.has_positions else "the output has no positions")
+        return
+    name = called.stream.name
+    last = torch.zeros(exam.inputs[name].shape[:2], dtype=torch.bool)
+    last[:, -1] = True
+    outputs = []
+    with _WithoutDropout():
+        for inputs in (exam.inputs, exam.inputs, called.others(exam.inputs, name, last)):
+            torch.manual_seed(exam.seed)
+            outputs.append(called.answer(inputs))
+    if outputs[0].shape != exam.base.shape or not exam.gap(outputs[1], outputs[0]).is_rounding:
+        exam.skip(id, "without dropout, two calls in train mode differ")
+        return
+    gap = exam.gap(outputs[2], outputs[0], ~last)
+    if gap.is_rounding:
+        exam.passed(id, gap)
+    elif (exam.influence.triu(1) > exam.allowed).any():
+        exam.explained(id, "causality", gap)
+    else:
+        fault = "in train mode, later tokens change earlier outputs"
+        witness = f"changing the last token moves the output of row {gap.place[0]}, token {gap.place[1]}, by {gap.size:.2g}"
+        advice = "Batch norm takes its mean over all positions: use LayerNorm or RMSNorm."
+        exam.failed(id, "not-causal-in-training", exam.severity, fault, advice, witness, gap)
+
+
+def _as_in_evaluation(exam: Examination, id: str) -> None:
+    outputs = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        outputs.append(exam.called.answer(exam.inputs))
     if outputs[0].shape != exam.base.shape:
-        exam.skip("train-mode", "it returns another shape in train mode")
+        exam.skip(id, "it returns another shape in train mode")
         return
-    first, second = exam.gap(outputs[0], exam.base), exam.gap(outputs[0], outputs[1])
-    rates = sum(m.p for m in model.modules() if isinstance(m, DROPOUTS))
-    if second.is_rounding and not first.is_rounding:
-        fault = "train mode differs from evaluation without randomness"
-        exam.failed(
-            "train-mode",
-            "train-mode-differs",
-            Severity.FRAGILE,
-            fault,
-            "Look for self.training.",
-            f"the output differs by {first.size:.2g}",
-            first,
-        )
+    first = exam.gap(outputs[0], exam.base)
+    is_random = not exam.gap(outputs[0], outputs[1]).is_rounding
+    if not is_random and not first.is_rounding:
+        fault, witness = "train mode differs from evaluation without randomness", f"the output differs by {first.size:.2g}"
+        exam.failed(id, "train-mode-differs", Severity.FRAGILE, fault, "Look for self.training.", witness, first)
         return
-    if not second.is_rounding and not rates:
+    if is_random and not sum(m.p for m in exam.called.model.modules() if isinstance(m, DROPOUTS)):
         exam.note("random-training", "it is random in train mode, though no nn.Dropout has p > 0")
-    exam.passed("train-mode")
+    exam.passed(id)
+
+
+SWITCHES = r"(output|return|need)_\w+"
+"""Names of arguments that ask for more results, such as ``output_attentions``."""
+
+
+def switches(exam: Examination) -> None:
+    """Asking for more results, such as weights, changes nothing."""
+    called = exam.called
+    names = [name for name in called.names if re.fullmatch(SWITCHES, name)]
+    if hasattr(called.config, "output_attentions") and "output_attentions" not in names:
+        names.append("output_attentions")  # transformers reads it from **kwargs
+    if not names:
+        exam.skip("switches", "no argument for further results was found")
+    for name in names:
+        exam.attempt("switches", partial(_switch, exam, name=name))
+
+
+def _switch(exam: Examination, id: str, name: str) -> None:
+    keep = None
+    if exam.called.streams and exam.called.stream.form is not None:
+        tokens = exam.inputs[exam.called.stream.name]
+        keep = {exam.called.stream.name: torch.ones(tokens.shape[:2], dtype=torch.bool)}
+        keep[exam.called.stream.name][1, -2:] = False
+    expected = exam.called.answer(exam.inputs, keep)
+    try:
+        output = exam.called.answer(exam.inputs, keep, **{name: True})
+    except Exception as error:
+        exam.skip(f"{id}/{name}", f"it raises {fault_text(error)}")
+        return
+    if output.shape != expected.shape:
+        exam.skip(f"{id}/{name}", "the first result has another shape")
+        return
+    where = None if keep is None or not exam.called.has_positions else keep[exam.called.stream.name]
+    gap = exam.gap(output, expected, where)
+    if gap.is_rounding:
+        exam.passed(f"{id}/{name}", gap)
+        return
+    witness = f"the output of row {gap.place[0]} differs by {gap.size:.2g} (a visible token moves it by {exam.typical:.2g})"
+    fault, advice = f"{name}=True changes the output", "Look for a second path of the attention: it needs the same mask and scale."
+    exam.failed(f"{id}/{name}", f"changes-with-{name.replace('_', '-')}", Severity.WRONG, fault, advice, witness, gap)
 
 
 def bfloat16(exam: Examination) -> None:

@@ -30,6 +30,9 @@ SHARE = 0.1
 """If rounding moves the output by more than this share of the effect of a visible token, equal outputs prove nothing."""
 
 
+FAR_SHARE = 1.5
+"""If far tokens move outputs by this multiple of near tokens, the report says so. Random weights without a distance bias give about 1."""
+
 LONG = 130
 """The number of tokens of a long row: more than two blocks of 64, and more than many windows."""
 
@@ -250,10 +253,20 @@ class Examination:
     @cached_property
     def intention(self) -> tuple[str, str]:
         """What is declared, a word of ``expect``, and by what. "": nothing is declared, so the model is only described."""
-        if self.expect:
-            return self.expect, "as declared"
+        if word := self.expect.removesuffix("relative").removesuffix(","):
+            return word, "as declared"
         signs = decoder_signs(self.called.model) or ("it returns a cache of its tokens" if returns_cache(self.called) else "")
         return ("causal" if signs else ""), signs
+
+    @property
+    def severity(self) -> Severity:
+        """The severity of a contradiction of ``intention``."""
+        return Severity.WRONG if self.intention[0] else Severity.FRAGILE
+
+    @property
+    def expects_relative(self) -> bool:
+        """Whether positions are declared to be relative."""
+        return "relative" in self.expect
 
     @cached_property
     def is_causal(self) -> bool:
@@ -274,11 +287,24 @@ class Examination:
             word, reason = (
                 ("bidirectional", f"{pairs}; expect=causal judges it") if later else ("causal", "no token sees a later token")
             )
-        self.taken_as = f"{word}: {reason}"
+        self.describe(f"{word}: {reason}")
         if blind:
             i, j = max(blind, key=lambda pair: abs(pair[0] - pair[1]))
-            self.taken_as += f"; token {i} does not see token {j}, one of {len(blind)} such pairs, as with a window"
+            self.describe(f"token {i} does not see token {j}, one of {len(blind)} such pairs, as with a window")
+        elif (share := self._share_of_far_tokens()) > FAR_SHARE:
+            self.describe(f"far tokens move the output {share:.1f} times as much as near ones, as with a distance bias of the wrong sign")
         return seen
+
+    def _share_of_far_tokens(self) -> float:
+        """The effect of tokens far before an output, as a multiple of the effect of the two tokens before it."""
+        rows = [self.influence[i] for i in range(len(self.influence) // 2, len(self.influence)) if i > 3]
+        shares = [row[: i - 2].mean() / row[i - 2 : i].mean() for i, row in enumerate(rows, len(self.influence) - len(rows))]
+        return torch.stack(shares).median().item() if shares else 0.0
+
+    def describe(self, text: str) -> None:
+        """Add to the description of the model in the first lines of the report."""
+        if text not in self.taken_as:
+            self.taken_as += f"; {text}" if self.taken_as else text
 
     @property
     def is_weak(self) -> bool:

@@ -39,6 +39,7 @@ PROPERTIES: dict[str, Callable[[Examination], None]] = {
     "sizes": behaviour.sizes,
     "cache": incremental.cache,
     "documents": padding.documents,
+    "switches": behaviour.switches,
     "loss": loss.loss,
     "gradient": backward.gradient,
     "train-mode": behaviour.train_mode,
@@ -46,6 +47,8 @@ PROPERTIES: dict[str, Callable[[Examination], None]] = {
     "compile": behaviour.compiled,
 }
 """The properties by the words of ``only``, in the order in which mistakes should be mended."""
+
+EXPECT = r"(causal|bidirectional|window:[1-9]\d*)(,relative)?|relative"
 
 CALL = "forward must take token ids (B, L), vectors (B, L, E) or images, and return a tensor with B rows."
 
@@ -71,7 +74,8 @@ def check_model(
         model: any module, including Hugging Face models and models wrapped by PEFT or ``torch.compile``.
         only: the properties to check, words of ``PROPERTIES``. Default: all.
         expect: what the output of a token may depend on: "causal" (no later tokens), "bidirectional", or "window:4" (the last 4 tokens).
-            Default: causal if the class, the config, a buffer or a cache says so. Any other model is only described.
+            Default: causal if the class, the config, a buffer or a cache says so. Any other model is only described. "relative":
+            adding a number to all positions changes nothing. "causal,relative" declares both.
         seed: the seed of the random inputs. device: the device of the copy. dtype: the dtype of the copy. Default: the model's dtype.
         repeat: the command that repeats a finding, without ``only`` and ``seed``. Default: a call of this function.
 
@@ -86,8 +90,8 @@ def check_model(
     chosen = list(PROPERTIES) if only is None else [only] if isinstance(only, str) else list(only)
     if unknown := [name for name in chosen if name not in PROPERTIES]:
         raise ValueError(f"only={unknown[0]} must be one of {', '.join(PROPERTIES)}")
-    if expect is not None and not re.fullmatch(r"causal|bidirectional|window:[1-9]\d*", expect):
-        raise ValueError(f"expect={expect} must be causal, bidirectional, or window: with a number, such as window:4")
+    if expect is not None and not re.fullmatch(EXPECT, expect):
+        raise ValueError(f"expect={expect} must be causal, bidirectional or window:4 (any number), with relative after a comma, or relative")
     name = type(model).__name__
     with _settled(seed):
         try:

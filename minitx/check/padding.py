@@ -246,6 +246,8 @@ class _Padding:
                 is_cured = False
             severity = Severity.NOTE if is_cured else Severity.FRAGILE
             advice = "With position_ids = mask.cumsum(-1) - 1 it is right." if is_cured else "position_ids do not fix it."
+        elif exam.expects_relative:
+            severity = Severity.WRONG
         exam.failed(id, self._id("positions-of-left-padding"), severity, fault, advice, witness, gap)
 
     def _id(self, name: str) -> str:

@@ -117,8 +117,7 @@ def _token_values(exam: Examination, id: str) -> None:
         advice = (
             f"If the model must be causal: {advice[0].lower()}{advice[1:]} expect=causal or expect=bidirectional declares it."
         )
-    severity = Severity.WRONG if exam.intention[0] else Severity.FRAGILE
-    exam.failed(id, "not-causal", severity, fault, advice, witness)
+    exam.failed(id, "not-causal", exam.severity, fault, advice, witness)
 
 
 def _prefix(exam: Examination, id: str) -> None:
@@ -139,7 +138,8 @@ def _prefix(exam: Examination, id: str) -> None:
     else:
         witness = f"{L - 3} of {L} tokens alone: the output of token {gap.place[1]} differs by {gap.size:.2g}"
         fault = "the outputs of a prefix depend on the number of tokens that follow"
-        exam.failed(id, "prefix-differs", Severity.WRONG, fault, "Look for a mean or a norm over the length.", witness, gap)
+        advice = "Look for a mean or a norm over the length."
+        exam.failed(id, "prefix-differs", exam.severity, fault, advice, witness, gap)
 
 
 def _with_mask(exam: Examination, id: str) -> None:
@@ -165,7 +165,7 @@ def _with_mask(exam: Examination, id: str) -> None:
                 return
             fault, advice = f"with {stream.mask}, the model is not causal", "Combine the two masks: causal & padding."
             at = exam.where(before, after, still)
-            exam.failed(id, "not-causal-with-a-mask", Severity.WRONG, fault, advice, witness + at, gap)
+            exam.failed(id, "not-causal-with-a-mask", exam.severity, fault, advice, witness + at, gap)
             return
     exam.passed(id, gap)
 
@@ -186,8 +186,7 @@ def _long(exam: Examination, id: str) -> None:
                 f"the tokens from {cut} to {base.shape[1] - 1} move the output of token {gap.place[1]} by {gap.size:.2g}{at}"
             )
             fault, advice = "in a long row, later tokens change earlier outputs", "Look at the borders of blocks or chunks."
-            severity = Severity.WRONG if exam.intention[0] else Severity.FRAGILE
-            exam.failed(id, "not-causal-in-a-long-row", severity, fault, advice, witness, gap)
+            exam.failed(id, "not-causal-in-a-long-row", exam.severity, fault, advice, witness, gap)
             return
     exam.passed(id)
 
@@ -287,7 +286,10 @@ def reach(exam: Examination) -> None:
         exam.skip("reach", "rounding moves the output about as much as a token")
         return
     if "position_ids" in exam.called.names:
-        exam.attempt("reach/positions", partial(_shifted_positions, exam))
+        exam.attempt("reach/positions", partial(_positions, exam))
+    elif exam.expects_relative:
+        judged = "padding on the left judges it" if exam.called.stream.form else "it takes no mask"
+        exam.skip("reach/positions", f"it takes no position_ids; {judged}")
     name = exam.called.stream.name
     if exam.inputs[name].shape[1] > 4 and seen[-1].all():
         order = list(range(exam.inputs[name].shape[1]))
@@ -300,10 +302,37 @@ def reach(exam: Examination) -> None:
     exam.passed("reach")
 
 
-def _shifted_positions(exam: Examination, id: str) -> None:
-    """Note whether the output depends on absolute positions."""
-    places = torch.arange(exam.base.shape[1], device=exam.called.device).expand(exam.base.shape[:2])
-    near, far = (exam.called.answer(exam.inputs, position_ids=places + shift) for shift in (0, 3))
-    if not exam.gap(far, near).is_rounding:
-        exam.note("absolute-positions", "adding 3 to all position_ids changes the output: positions are absolute, not relative")
+def _positions(exam: Examination, id: str) -> None:
+    """Describe how the output depends on ``position_ids``. Declared relative, adding a number to all of them changes nothing."""
+    (B, L), called = exam.base.shape[:2], exam.called
+    places = torch.arange(L, device=called.device).expand(B, L)
+    mixed = places[:, torch.randperm(L, generator=called.generator)]
+    base, shifted, moved = (called.answer(exam.inputs, position_ids=ids) for ids in (places, places + 3, mixed))
+    if exam.gap(moved, base).is_rounding:
+        text = "position_ids are ignored: packed documents and padded rows keep their places in the row"
+        exam.note("position-ids-ignored", text, severity=Severity.FRAGILE)
+        return
+    gap = exam.gap(shifted, base)
+    if exam.expects_relative and not gap.is_rounding:
+        witness = f"adding 3 to all position_ids moves the output by {gap.size:.2g} (a visible token: {exam.typical:.2g})"
+        advice = "Rotate queries and keys with the same angles and the same pairs of features, or add a bias of the distance alone."
+        exam.failed(id, "positions-not-relative", Severity.WRONG, "positions are not relative, as declared", advice, witness, gap)
+        return
+    exam.describe(f"positions are {'relative' if gap.is_rounding else 'absolute'}{_count_of_padding(exam, places)}")
     exam.passed(id)
+
+
+def _count_of_padding(exam: Examination, places: Tensor) -> str:
+    """Return the end of a sentence: whether padding on the left counts if ``position_ids`` are not passed."""
+    stream = exam.called.stream
+    if stream.form is None:
+        return ""
+    keep = torch.ones(places.shape, dtype=torch.bool)
+    keep[1, :3] = False
+    counted = (keep.long().cumsum(-1) - 1).clamp(min=0).to(places.device)
+    plain, with_padding, without = (
+        exam.called.answer(exam.inputs, {stream.name: keep}, **options)
+        for options in ({}, {"position_ids": places}, {"position_ids": counted})
+    )
+    is_counted = torch.equal(plain[1], with_padding[1]) and not torch.equal(plain[1], without[1])
+    return " and count padding on the left" if is_counted else ""

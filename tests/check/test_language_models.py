@@ -76,10 +76,10 @@ def our(architecture: str, **options) -> nn.Module:
 def test_nothing_is_wrong_with_the_small_gpt():
     report = check_model(gpt(), only=QUICK)
     assert not report.findings, str(report)
-    assert {check.id for check in report.with_status(Status.NOT_TRIED)} == {"documents", "cache/cut-back", "loss"}
+    assert {check.id for check in report.with_status(Status.NOT_TRIED)} == {"documents", "switches", "cache/cut-back", "loss"}
     assert report.called_as.startswith("GPT(input_ids, attention_mask)")
     tried = {check.id.partition("/")[0] for check in report.with_status(Status.PASSED)}
-    assert tried == {"call", *QUICK} - {"documents", "loss"}
+    assert tried == {"call", *QUICK} - {"documents", "switches", "loss"}
 
 
 @pytest.mark.parametrize(
@@ -444,9 +444,11 @@ def test_the_ids_of_the_json_are_stable():
         "cache/long",
         "cache/left-padding",
         "documents",
+        "switches",
         "loss",
         "gradient/all",
         "gradient/differences",
+        "train-mode/causality",
         "train-mode",
         "bfloat16",
     ]
