@@ -192,7 +192,9 @@ class _WithoutDropout(TorchFunctionMode):
 def _causal_in_training(exam: Examination, id: str) -> None:
     called = exam.called
     if not called.streams or not called.has_positions or not exam.is_causal:
-        exam.skip(id, "the model is bidirectional" if called.streams and called.has_positions else "the output has no positions")
+        exam.skip(
+            id, "the model is bidirectional" if called.streams and called.has_positions else "the output has no positions"
+        )
         return
     name = called.stream.name
     last = torch.zeros(exam.inputs[name].shape[:2], dtype=torch.bool)
@@ -273,7 +275,10 @@ def _switch(exam: Examination, id: str, name: str) -> None:
         exam.passed(f"{id}/{name}", gap)
         return
     witness = f"the output of row {gap.place[0]} differs by {gap.size:.2g} (a visible token moves it by {exam.typical:.2g})"
-    fault, advice = f"{name}=True changes the output", "Look for a second path of the attention: it needs the same mask and scale."
+    fault, advice = (
+        f"{name}=True changes the output",
+        "Look for a second path of the attention: it needs the same mask and scale.",
+    )
     exam.failed(f"{id}/{name}", f"changes-with-{name.replace('_', '-')}", Severity.WRONG, fault, advice, witness, gap)
 
 

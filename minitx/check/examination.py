@@ -292,7 +292,9 @@ class Examination:
             i, j = max(blind, key=lambda pair: abs(pair[0] - pair[1]))
             self.describe(f"token {i} does not see token {j}, one of {len(blind)} such pairs, as with a window")
         elif (share := self._share_of_far_tokens()) > FAR_SHARE:
-            self.describe(f"far tokens move the output {share:.1f} times as much as near ones, as with a distance bias of the wrong sign")
+            self.describe(
+                f"far tokens move the output {share:.1f} times as much as near ones, as with a distance bias of the wrong sign"
+            )
         return seen
 
     def _share_of_far_tokens(self) -> float:

@@ -315,8 +315,12 @@ def _positions(exam: Examination, id: str) -> None:
     gap = exam.gap(shifted, base)
     if exam.expects_relative and not gap.is_rounding:
         witness = f"adding 3 to all position_ids moves the output by {gap.size:.2g} (a visible token: {exam.typical:.2g})"
-        advice = "Rotate queries and keys with the same angles and the same pairs of features, or add a bias of the distance alone."
-        exam.failed(id, "positions-not-relative", Severity.WRONG, "positions are not relative, as declared", advice, witness, gap)
+        advice = (
+            "Rotate queries and keys with the same angles and the same pairs of features, or add a bias of the distance alone."
+        )
+        exam.failed(
+            id, "positions-not-relative", Severity.WRONG, "positions are not relative, as declared", advice, witness, gap
+        )
         return
     exam.describe(f"positions are {'relative' if gap.is_rounding else 'absolute'}{_count_of_padding(exam, places)}")
     exam.passed(id)

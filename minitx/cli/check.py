@@ -37,7 +37,8 @@ class CheckConfig(Config):
         target: FILE.py:NAME; target= may be omitted.
         model: a Hugging Face folder, a checkpoint or the folder of a run, instead of FILE.py:NAME.
         only: properties of a model to check, such as causality,padding.
-        expect: what an output may depend on: causal, bidirectional or window:4; null: a model that declares nothing is only described.
+        expect: what an output may depend on: causal, bidirectional or window:4, and relative for positions; null: a model that declares
+            nothing is only described.
         trust: build any class that a checkpoint names. This can run arbitrary code.
         stage: grade one stage of the exercise: 1 plain, 2 masks, 3 queries that see nothing, 4 wide values and causal, 5 half
             precision and large scores.

@@ -85,7 +85,8 @@ def test_padding_on_the_left_judges_relative_positions_where_there_are_no_positi
     torch.manual_seed(0)
     model = Absolute()
     severities = {
-        expect: [f.severity for f in check_model(model, only="padding", expect=expect).findings] for expect in (None, "relative")
+        expect: [f.severity for f in check_model(model, only="padding", expect=expect).findings]
+        for expect in (None, "relative")
     }
     assert severities == {None: [Severity.NOTE], "relative": [Severity.WRONG]}
     report = check_model(model, only="reach", expect="bidirectional,relative")
