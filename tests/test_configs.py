@@ -88,7 +88,7 @@ def test_the_warm_up_of_an_experiment_is_cut_to_a_tenth_of_fewer_steps_and_a_typ
         run_training(typed, tmp_path / "run", "a test")
 
 
-@pytest.mark.parametrize("grid", [in_tier(name) for group, name in OPTIONS if group == "ablation"])
+@pytest.mark.parametrize("grid", [in_tier(name) for group, name in OPTIONS if group == "ablation" and name != "rate"])
 def test_a_cell_of_every_study_of_every_grid_composes(grid):
     config = compose_grid(["experiment=scaling_ablation", f"ablation={grid}"])
     found = cells(config)

@@ -46,17 +46,25 @@ class ThresholdConfig(WindowConfig):
     completes ``trainer.max_steps`` steps.
 
     Attributes:
-        first: the rate at which the search starts, by arm.
+        first: the rate at which the search starts, by arm; null: the rate of the config.
         bisections: number of bisections of the logarithm after the doubling: high / low = 2^(1 / 2^bisections), 1.044 for four.
         metric: train_accuracy: a run fails when the mean over ``window`` steps falls below ``value``; train_loss: a run fails
-            when the mean rises more than ``value`` nats above the loss of the starting model on the first ``window`` batches.
+            when the mean rises more than ``value`` above the loss that ``above`` names.
         value: the limit.
         window: number of steps in a mean.
+        above: for train_loss: start, the loss of the starting model on the first ``window`` batches, for trained models; minimum,
+            the lowest mean so far, for models from scratch, whose loss falls far below the start.
     """
 
-    first: Mapping[str, Positive]
+    first: Mapping[str, Positive | None]
     bisections: Natural = 4
     window: Count = 8
+    above: Literal["start", "minimum"] = "start"
+
+    def check(self) -> None:
+        super().check()
+        if self.above == "minimum" and self.metric != "train_loss":
+            raise ConfigError(f"above=minimum is for metric=train_loss, got metric={self.metric}")
 
 
 Score = Literal["time", "loss", "accuracy", "equal"]
@@ -127,6 +135,10 @@ class StudyConfig(Config):
             _require_known("skip", skip, there, "the study")
             for key, levels in skip.items():
                 _require_known(f"skip.{key}", levels, there[key], "it")
+
+    def first_rate(self, arm: str) -> float | None:
+        """Return the rate at which the search of an arm starts, or None without a search, or if it starts at the rate of the config."""
+        return None if self.threshold is None else self.threshold.first[arm]
 
     @property
     def endpoints(self) -> tuple[str, ...]:

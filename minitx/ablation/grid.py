@@ -32,11 +32,13 @@ The ``result`` of a threshold comes from ``minitx.ablation.thresholds.measure_th
 ===================  =====================================================================================================
 ``low, high``        bounds of the largest stable rate: ``low`` is stable and ``high`` is not
 ``above``            rates above ``high`` that were stable anyway (a second crossing)
+``first``            the rate at which the search started
 ``start``            for train_loss, the mean loss of the starting model on the first batches, else null
 ``cap``              ``trainer.max_steps``
 ``parameters, start_error``  as above
 ``runs``             a list of {``rate``, ``stable``, ``steps``, ``nonfinite_step``, ``worst``, ``loss``, ``accuracy``}, by rate;
-                     ``worst`` is the worst mean over a window, or null if the run ended within the first window
+                     ``worst`` is the worst mean over a window (with ``above: minimum``, its largest rise above the lowest
+                     mean), or null if the run ended within the first window
 ===================  =====================================================================================================
 """
 
@@ -215,7 +217,7 @@ def cells(grid: AblationConfig, *, common: Sequence[str] = ()) -> list[Cell]:
                 "base": study.base,
                 f"arm {place.arm}": grid.arms[place.arm],
                 **{f"factor {factor}": of_level[factors[factor]] for factor, of_level in study.factors.items()},
-                "threshold": [f"optimizer.lr={study.threshold.first[place.arm]:g}"] if study.threshold else [],
+                "threshold": [f"optimizer.lr={first_rate:g}"] if (first_rate := study.first_rate(place.arm)) else [],
                 "seeds": [f"seed={place.seed + NEW_DATA if first else place.seed}"],
                 "the command line or the lab itself": common,
             }

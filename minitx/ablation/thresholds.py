@@ -87,7 +87,7 @@ class Watch(StepCallback):
 
     Args:
         rule: the definition of a failure. ``train_accuracy``: the mean over ``window`` steps falls below ``value``.
-            ``train_loss``: the mean rises above ``start`` + ``value``.
+            ``train_loss``: the mean rises above ``start`` + ``value``, or with ``above: minimum`` above the lowest mean + ``value``.
         start: the mean loss of the model that the run starts from, on the first ``window`` batches.
     """
 
@@ -95,6 +95,8 @@ class Watch(StepCallback):
         is_loss = rule.metric == "train_loss"
         self.window = Window(rule.metric, start + rule.value if is_loss else rule.value, rule.window, "threshold")
         self._worse = max if is_loss else min
+        self._rise = rule.value if rule.above == "minimum" else None
+        self._lowest = start
         self.losses: list[float] = []
         self.accuracies: list[float] = []
         self.worst: float | None = None
@@ -108,7 +110,11 @@ class Watch(StepCallback):
             self.accuracies.append(means["train_accuracy"])
         mean = self.window.add(means)
         if mean is not None:
-            self.worst = mean if self.worst is None else self._worse(self.worst, mean)
+            judged = mean
+            if self._rise is not None:
+                self._lowest = mean if mean < self._lowest else self._lowest
+                self.window.value, judged = self._lowest + self._rise, mean - self._lowest
+            self.worst = judged if self.worst is None else self._worse(self.worst, judged)
             self.failed = not self.window.reaches(mean)
             trainer.should_stop = trainer.should_stop or self.failed
 
@@ -140,6 +146,7 @@ def measure_threshold(config: RunConfig, folder: Path, rule: ThresholdConfig) ->
 
         return {
             **vars(search(is_stable, config.optimizer.get("lr"), rule.bisections)),
+            "first": config.optimizer.get("lr"),
             "start": short(runs.start),
             "cap": runs.config.trainer.max_steps,
             "parameters": sum(p.numel() for p in runs.network.parameters()),

@@ -44,7 +44,9 @@ def run_ablation(grid: AblationConfig, folder: Path, overrides: Sequence[str], c
     common = for_cells(overrides)
     require("ckpt_path" not in settings(common), "ckpt_path is for single runs: to resume a grid, repeat its command")
     chosen = cells(grid, common=["callbacks.progress=false", "trainer.threads=1", *common])
-    if "seed" in by_key(overrides):
+    if "seed" in by_key(overrides) and not any(
+        str(seed) == settings(overrides)["seed"] for study in grid.studies.values() for seed in study.seeds
+    ):
         log.info("seed= has no effect on a grid: the seeds of its runs are ablation.studies.NAME.seeds")
     folder = Path(os.path.relpath(folder)) if folder.is_relative_to(Path.cwd()) else folder  # stored commands contain it
     if grid.report_only:
@@ -92,6 +94,8 @@ def check(chosen: Sequence[Cell]) -> None:
             raise ConfigError(f"{place}, arm {cell.place.arm}{levels}: {sentence(error)[0]}") from None
         if cell.keeps_weights and not config.trainer.ckpt_every:
             raise ConfigError(f"{place}: trainer.ckpt_every must not be 0, because other runs start from its weights")
+        if cell.threshold is not None and not config.optimizer.get("lr"):
+            raise ConfigError(f"{place}.threshold searches for optimizer.lr, but {config.optimizer.name} has no lr above 0")
         if config.trainer.plan:
             raise ConfigError(f"{place}: trainer.plan=true is for single runs: remove it from the grid")
         if config.trainer.world_size > 1:

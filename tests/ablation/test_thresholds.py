@@ -79,6 +79,7 @@ def test_a_limit_that_is_nowhere_is_an_error(answer, message):
 
 
 LOSS = {"metric": "train_loss", "value": 0.3, "window": 2}
+LOWEST = {**LOSS, "above": "minimum"}
 
 
 @pytest.mark.parametrize(("rule", "curve", "ended", "worst"), [
@@ -89,8 +90,12 @@ LOSS = {"metric": "train_loss", "value": 0.3, "window": 2}
     (LOSS, [1.2, 1.3, 1.3, 1.3], None, 1.3),
     (LOSS, [1.0, 1.0, 1.5, 1.5], 4, 1.5),
     (LOSS, [1.0, math.nan], 2, math.nan),
+    (LOWEST, [1.0, 0.6, 0.6, 0.4, 0.4, 0.9, 0.9], 7, 0.5),  # below the start all along
+    (LOWEST, [1.0, 0.6, 0.4, 0.4, 0.6, 0.6], None, 0.2),
+    (LOWEST, [1.3, 1.4], 2, 0.35),  # the start counts
+    (LOWEST, [1.0, math.nan], 2, math.nan),
 ])  # fmt: skip
-def test_a_run_fails_at_the_first_window_below_its_accuracy_or_above_the_loss_of_the_start(
+def test_a_run_fails_at_the_first_window_below_its_accuracy_or_above_the_start_or_the_lowest_loss(
     rule, curve, ended, worst, monkeypatch
 ):
     watch, trainer = Watch(ThresholdConfig(first={"arm": 1.0}, **rule), start=1.0), SimpleNamespace(should_stop=False)

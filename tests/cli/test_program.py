@@ -226,3 +226,14 @@ def test_a_plan_is_of_one_run_and_not_of_a_sweep(cli, place):
     said = cli(*TINY, "-m", "seed=0,1", "trainer.plan=true")
     assert said.code == 2 and "trainer.plan=true is for single runs: remove -m" in said.out + said.err
     assert not list(place.rglob("metrics.csv"))
+
+
+@pytest.mark.slow
+def test_the_search_for_a_rate_resumes(cli, place):
+    words = "experiment=kv_lookup ablation=rate trainer.max_steps=12 ablation.studies.rate.threshold.bisections=1 data.val_size=16"
+    words += " model.embed_dim=8 model.num_heads=1 model.num_layers=1 ablation.workers=1 output_dir=grid"
+    assert cli(*words.split()).code == 0
+    first = (place / "grid" / "cells.jsonl").read_bytes()
+    assert cli(*words.split()).code == 0
+    assert (place / "grid" / "cells.jsonl").read_bytes() == first
+    assert "The largest stable learning rate of kv\\_lookup is" in (place / "grid" / "summary.md").read_text(encoding="utf-8")

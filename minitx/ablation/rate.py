@@ -1,0 +1,111 @@
+"""The parts of the report of ``ablation=rate``: the largest stable learning rate of one experiment."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+
+from minitx.ablation.execution import duration
+from minitx.ablation.formatting import Text, number, say, seeds_text, span_text
+from minitx.ablation.grid import Run
+from minitx.ablation.intervals import Span
+from minitx.ablation.judge import Findings
+from minitx.ablation.report import Picture, Section, Table
+from minitx.canvas import label, panels
+
+STUDY = "rate"
+
+
+def sentences(findings: Findings) -> list[Text]:
+    """Return the bracket, the definition of stable, and the cost."""
+    searches, rule = _searches(findings), findings.grid.studies[STUDY].threshold
+    if not searches or rule is None:
+        return []
+    results = [search.result for search in searches]
+    bracket = Span(min(result["low"] for result in results), max(result["high"] for result in results))
+    trained = [run for result in results for run in result["runs"]]
+    seconds = sum(search.record["seconds"] for search in searches)
+    found = "The largest stable learning rate of %(experiment)s is %(bracket)s (%(seeds)s, bracket of %(width)s each). The config has %(rate)s."
+    stable = "Stable: all %(steps)s steps are finite, and the mean loss of %(window)s steps never rises by more than %(value)s above its lowest value before. The largest rise of a stable run was %(rise)s. From scratch the loss falls far below the start, so a limit above the start would call many broken runs stable."
+    cost = "%(runs)s runs took %(time)s. A stable rate need not be a good one: the table has the last loss at each rate."
+    rises = [run["worst"] for run in trained if run["stable"] and run["worst"] is not None]
+    return [
+        say(
+            found,
+            experiment=findings.grid.studies[STUDY].title,
+            bracket=span_text(bracket),
+            seeds=seeds_text(len(searches)),
+            width=f"{2 ** (0.5**rule.bisections) - 1:.1%}",
+            rate=number(results[0]["first"]),
+        ),
+        say(
+            stable,
+            steps=f"{results[0]['cap']:,}",
+            window=rule.window,
+            value=number(rule.value),
+            rise=number(max(rises, default=None)),
+        ),
+        say(cost, runs=len(trained), time=duration(seconds)),
+    ]
+
+
+def figure(findings: Findings) -> list[Picture]:
+    """Return the loss curves of all runs."""
+    searches, rule = _searches(findings), findings.grid.studies[STUDY].threshold
+    if not searches or rule is None:
+        return []
+    caption = say("Training loss, the mean of %(window)s steps. Dashed: runs that failed.", window=rule.window)
+    return [Picture("rate", say("Loss at each learning rate"), caption, _curves(searches, rule.window))]
+
+
+def sections(findings: Findings) -> list[Section]:
+    """Return the table of all runs."""
+    rows = [
+        {
+            "seed": str(search.seed),
+            "rate": number(run["rate"]),
+            "stable": say("yes" if run["stable"] else "no"),
+            "steps": f"{run['steps']:,}",
+            "largest rise": number(run["worst"]),
+            "last loss": number(run["loss"][-1] if run["loss"] else None),
+        }
+        for search in _searches(findings)
+        for run in search.result["runs"]
+    ]
+    return [Section("Runs", [Table("Every run of the search, by rate", rows)])]
+
+
+def _searches(findings: Findings) -> list[Run]:
+    return findings.runs.select(STUDY, status="done")
+
+
+def _curves(searches: Iterable[Run], window: int) -> Figure:
+    """Draw a line for each run. Small rates are dark, large rates are light."""
+    runs = sorted((run for search in searches for run in search.result["runs"]), key=lambda run: run["rate"])
+    rates = sorted({run["rate"] for run in runs})
+    chart, axes = panels(1, 1, width=7.6, height=3.6)
+    ax = axes[0, 0]
+    for run in runs:
+        color = colormaps["viridis"](0.9 * rates.index(run["rate"]) / max(len(rates) - 1, 1))
+        means = _means(run, window)
+        ax.plot(
+            range(1, len(means) + 1),
+            means,
+            "-" if run["stable"] else "--",
+            color=color,
+            linewidth=1,
+            label=f"{run['rate']:.3g}",
+        )
+    handles = dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
+    chart.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=7, title="rate", title_fontsize=7)
+    label(ax, "", "step", "training loss")
+    return chart
+
+
+def _means(run: Mapping[str, Any], window: int) -> list[float]:
+    losses = [math.nan if loss is None else loss for loss in run["loss"]]
+    return [math.fsum(part) / len(part) for end in range(1, len(losses) + 1) if (part := losses[max(0, end - window) : end])]
