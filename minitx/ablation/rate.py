@@ -31,7 +31,8 @@ def sentences(findings: Findings) -> list[Text]:
     seconds = sum(search.record["seconds"] for search in searches)
     found = "The largest stable learning rate of %(experiment)s is %(bracket)s (%(seeds)s, bracket of %(width)s each). The config has %(rate)s."
     stable = "Stable: all %(steps)s steps are finite, and the mean loss of %(window)s steps never rises by more than %(value)s above its lowest value before. The largest rise of a stable run was %(rise)s. From scratch the loss falls far below the start, so a limit above the start would call many broken runs stable."
-    cost = "%(runs)s runs took %(time)s. A stable rate need not be a good one: the table has the last loss at each rate."
+    cost = "%(runs)s runs took %(time)s. A stable rate need not be a good one: of the rates tried, %(best)s ends with the lowest loss, %(loss)s."
+    best = min(trained, key=lambda run: _last(run, rule.window))
     rises = [run["worst"] for run in trained if run["stable"] and run["worst"] is not None]
     return [
         say(
@@ -49,7 +50,7 @@ def sentences(findings: Findings) -> list[Text]:
             value=number(rule.value),
             rise=number(max(rises, default=None)),
         ),
-        say(cost, runs=len(trained), time=duration(seconds)),
+        say(cost, runs=len(trained), time=duration(seconds), best=number(best["rate"]), loss=number(_last(best, rule.window))),
     ]
 
 
@@ -64,6 +65,8 @@ def figure(findings: Findings) -> list[Picture]:
 
 def sections(findings: Findings) -> list[Section]:
     """Return the table of all runs."""
+    rule = findings.grid.studies[STUDY].threshold
+    assert rule is not None
     rows = [
         {
             "seed": str(search.seed),
@@ -71,12 +74,22 @@ def sections(findings: Findings) -> list[Section]:
             "stable": say("yes" if run["stable"] else "no"),
             "steps": f"{run['steps']:,}",
             "largest rise": number(run["worst"]),
-            "last loss": number(run["loss"][-1] if run["loss"] else None),
+            "last loss": number(_last(run, rule.window)),
         }
         for search in _searches(findings)
         for run in search.result["runs"]
     ]
-    return [Section("Runs", [Table("Every run of the search, by rate", rows)])]
+    return [
+        Section(
+            "Runs",
+            [
+                Table(
+                    say("Every run of the search, by rate; the last loss is the mean of %(window)s steps", window=rule.window),
+                    rows,
+                )
+            ],
+        )
+    ]
 
 
 def _searches(findings: Findings) -> list[Run]:
@@ -104,6 +117,11 @@ def _curves(searches: Iterable[Run], window: int) -> Figure:
     chart.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=7, title="rate", title_fontsize=7)
     label(ax, "", "step", "training loss")
     return chart
+
+
+def _last(run: Mapping[str, Any], window: int) -> float:
+    """Return the mean loss of the last steps of a run, or infinity for a run that failed."""
+    return _means(run, window)[-1] if run["stable"] else math.inf
 
 
 def _means(run: Mapping[str, Any], window: int) -> list[float]:

@@ -40,5 +40,5 @@ def test_the_report_names_the_bracket_of_all_seeds_and_the_largest_rise(tmp_path
     bracket, stable, cost = write_report(findings, tmp_path, meta=META)
     assert bracket.startswith("The largest stable learning rate of kv_lookup is 0.02 to 1.04 (2 seeds, bracket of 4.4%")
     assert bracket.endswith("The config has 0.01.") and "The largest rise of a stable run was 0.23." in stable
-    assert cost.startswith("6 runs took 02:02.")
+    assert cost.startswith("6 runs took 02:02.") and cost.endswith("0.01 ends with the lowest loss, 1.5.")
     assert (tmp_path / "figures" / "rate.png").is_file()
