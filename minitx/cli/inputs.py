@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from minitx.data.token_labels import token_texts
 from minitx.data.tokenizers import Tokenizer, fingerprint
 from minitx.generation import beam_search, generate
 from minitx.interop import adopt_hf
+from minitx.interop.files import find_folder
 from minitx.interop.finetune import load_folder, quiet
 from minitx.nn.attention import attention_cores
 from minitx.training.checkpoints import Stored
@@ -213,7 +213,9 @@ def open_hf(path: str, name: str) -> tuple[Any, Any]:
         import transformers
     except ImportError:
         raise ConfigError(f"{key_and_path} needs the package transformers: pip install transformers") from None
-    folder = _hf_folder(path, key_and_path)
+    with refusing(f"{name}=", (FileNotFoundError,)):
+        folder = find_folder(path, download=False)
+    require((folder / "config.json").is_file(), f"{key_and_path} has no config.json, so it is not a Hugging Face folder")
     with quiet():
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -226,20 +228,6 @@ def open_hf(path: str, name: str) -> tuple[Any, Any]:
     )
     with refusing(f"{key_and_path} cannot be shown: "):
         return adopt_hf(load_folder(folder)), tokenizer
-
-
-def _hf_folder(path: str, key_and_path: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    folder = Path(path)
-    if not folder.is_dir():
-        try:
-            folder = Path(snapshot_download(path, local_files_only=True))
-        except (HFValidationError, LocalEntryNotFoundError):
-            raise ConfigError(f"{key_and_path} is neither a folder nor a model in the cache of the Hugging Face hub") from None
-    require((folder / "config.json").is_file(), f"{key_and_path} has no config.json, so it is not a Hugging Face folder")
-    return folder
 
 
 def hf_inputs(model: Any, tokenizer: Any, text: str, name: str, target: str | None, **options: Any) -> RowInputs:
