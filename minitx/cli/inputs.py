@@ -156,10 +156,7 @@ def _id_inputs(config: TransformerConfig, text: str) -> RowInputs:
     """Return the inputs for a text of ids, each written as ``ID`` or ``ID:TYPE``."""
     words = text.split()
     wrong = next((word for word in words if not re.fullmatch(r"\d+(:\d+)?", word, re.ASCII)), None)
-    require(
-        wrong is None,
-        f"text has {wrong!r}, but the model has no tokenizer: write ids, or ID:TYPE, separated by spaces",
-    )
+    require(wrong is None, f"text has {wrong!r}, but the model has no tokenizer: write ids, or ID:TYPE, separated by spaces")
     ids, types = ([int((word + ":0").split(":")[part]) for word in words] for part in (0, 1))
     for name, numbers, size in (("ids", ids, config.vocab_size or 0), ("types", types, config.type_vocab_size or 1)):
         largest = max(numbers, default=-1)
@@ -244,10 +241,7 @@ def hf_inputs(model: Any, tokenizer: Any, text: str, name: str, target: str | No
     encoding = hf_ids(model, tokenizer, text, name)
     rows, tensors = {SOURCE: encoding[SOURCE]}, {key: torch.tensor([row]) for key, row in encoding.items()}
     if model.config.is_encoder_decoder:
-        require(
-            model.can_generate(),
-            f"{type(model).__name__} is an encoder-decoder without a head: it cannot read a target",
-        )
+        require(model.can_generate(), f"{type(model).__name__} is an encoder-decoder without a head: it cannot read a target")
         if target is None:
             model_inputs = {key: tensors[key].to(model.device) for key in (SOURCE, "attention_mask")}
             with quiet():

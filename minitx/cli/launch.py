@@ -55,15 +55,18 @@ def needs_launch(options: TrainerConfig) -> bool:
         ConfigError: the number of started processes does not match the config, or a run on several machines was not started
             with torchrun or srun.
     """
-    started, world_size = started_from_outside(), options.world_size
-    nodes = f"trainer.num_nodes={options.num_nodes}"
+    started = started_from_outside()
     require(
-        started in (0, world_size),
-        f"trainer.devices={options.devices} x {nodes} is {world_size}, but {started} processes were started",
+        started in (0, options.world_size),
+        f"trainer.devices={options.devices} x trainer.num_nodes={options.num_nodes} is {options.world_size}, but {started} processes "
+        "were started",
     )
-    if started or world_size == 1 or "LOCAL_RANK" in os.environ:
+    if started or options.world_size == 1 or "LOCAL_RANK" in os.environ:
         return False
-    require(options.num_nodes == 1, f"{nodes}: start processes on several machines with torchrun or srun")
+    require(
+        options.num_nodes == 1,
+        f"trainer.num_nodes={options.num_nodes}: start processes on several machines with torchrun or srun",
+    )
     return True
 
 
