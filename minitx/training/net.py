@@ -243,7 +243,7 @@ class Net:
         """
 
         def is_layer(module: nn.Module) -> bool:
-            # a GradientCheckpointingLayer is a layer of transformers, which is not imported here
+            # GradientCheckpointingLayer: the layers of transformers, without importing it here
             kinds = [kind.__name__ for kind in type(module).__mro__]
             return kinds[0] in classes if classes else is_block(module) or "GradientCheckpointingLayer" in kinds
 
