@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
+import gc
 import subprocess
 import sys
 import traceback
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import minitx
 from minitx.canvas import panels
+from minitx.cli.launch import importing
 from minitx.config import Part, RunConfig, TrainerConfig, TransformerConfig, node
 from minitx.data import kv_lookup
 from minitx.nn import Causal, DecoderLM, Padding, build_model
@@ -250,6 +252,41 @@ def test_evaluating_generating_and_looking_load_neither_lightning_nor_fsdp():
     code = f"import sys, {', '.join(f'minitx.{name}' for name in modules)}\n"
     code += "print({'lightning', 'transformers', 'torch.distributed.fsdp'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+@pytest.mark.slow
+def test_no_full_collection_of_garbage_interrupts_the_imports_of_a_run(tmp_path):
+    """Each would visit all objects of torch and Lightning that there are by then."""
+    code = (
+        "import gc, sys\n"
+        "from minitx.cli.train import main\n"
+        "generations = []\n"
+        "gc.callbacks.append(lambda phase, info: 'torch' in sys.modules and generations.append(info['generation']))\n"
+        "main()\n"
+        "print('lightning' in sys.modules, gc.isenabled(), 2 in generations)"
+    )
+    words = "experiment=char_lm", "callbacks.progress=false", "data=text", "data.path=missing.txt"  # refused after the imports
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout.splitlines()[-1] == "True True False"
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_the_pause_for_imports_leaves_the_collector_as_it_was(monkeypatch, is_enabled):
+    monkeypatch.delitem(sys.modules, "lightning", raising=False)
+    try:
+        if not is_enabled:
+            gc.disable()
+        with importing():
+            assert not gc.isenabled()
+            made = [[] for _ in range(3)]
+        young = {id(each) for each in gc.get_objects(generation=0)}
+        assert gc.isenabled() == is_enabled
+        assert {id(each) in young for each in made} == {not is_enabled}
+        monkeypatch.setitem(sys.modules, "lightning", None)
+        with importing():
+            assert gc.isenabled() == is_enabled
+    finally:
+        gc.enable()
 
 
 def test_a_run_imports_nothing_heavy_of_its_own(tmp_path, monkeypatch):

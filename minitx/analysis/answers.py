@@ -121,7 +121,8 @@ def read_answers(output: Any, asked: Asked) -> AnswerRows | None:
     Args:
         output: logits (B, L, V), or (B, V) for questions about whole rows; or an object or a dict with ``logits``.
     """
-    logits, whole = logits_of(output), all(question.at is None for row in asked.rows for question in row)
+    logits = logits_of(output)
+    whole = all(question.at is None for row in asked.rows for question in row)
     if not isinstance(logits, Tensor) or logits.dim() != (2 if whole else 3) or logits.shape[-1] != asked.size:
         return None
     log_probs = logits.detach().float().log_softmax(-1).cpu()
@@ -135,7 +136,8 @@ def read_answers(output: Any, asked: Asked) -> AnswerRows | None:
 def _answer(question: Question, logs: Tensor, asked: Asked) -> Answer:
     """Return the answer to a question from ``logs``, ln p of every possible answer (V,)."""
     best = logs.topk(min(TOP, asked.size))
-    ids, right = best.indices.tolist(), question.right
+    ids = best.indices.tolist()
+    right = question.right
     top = tuple((asked.name(i), p) for i, p in zip(ids, best.values.exp().tolist(), strict=True))
     if right is None:
         return Answer(question.text, question.at, question.key, None, None, None, top)

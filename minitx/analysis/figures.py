@@ -165,12 +165,8 @@ def heatmap(weights: Any, tokens: Any = None, *, title: str = "") -> Figure:
     """
     drawn = as_weights(weights)
     if drawn.dim() != 2 or not drawn.numel():
-        remedy = {
-            1: "one row is [weights]",
-            3: "weights[0] is the first head",
-            4: "weights[0, 0] is row 0 of the batch, head 0",
-        }
-        hint = f": {remedy[drawn.dim()]}" if drawn.dim() in remedy else ""
+        hints = {1: "one row is [weights]", 3: "weights[0] is the first head", 4: "weights[0, 0] is row 0 of the batch, head 0"}
+        hint = f": {hints[drawn.dim()]}" if drawn.dim() in hints else ""
         raise ValueError(f"weights must be one matrix (L, S), got {tuple(drawn.shape)}{hint}")
     if bad := (~drawn.isfinite().all(-1)).nonzero().flatten().tolist():
         advice = "softmax gives NaN to a query that sees no key; fill its row with 0"

@@ -146,7 +146,8 @@ def _wide(tensor: Tensor) -> Tensor:
 
 def _median(values: Tensor) -> float:
     """The median: of an even number of values the mean of the middle two, unlike ``torch.median``."""
-    ordered, half = values.sort().values, len(values) // 2
+    ordered = values.sort().values
+    half = len(values) // 2
     return float(ordered[half] if len(values) % 2 else (ordered[half - 1] + ordered[half]) / 2)
 
 

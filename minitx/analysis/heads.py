@@ -215,7 +215,8 @@ def _favourite_key(p: Tensor, visible: Tensor) -> Tensor:
 
 def offset_rules(keys: Tensor) -> dict[tuple[str, int], float]:
     """Return the hit rate on ``keys`` (Q, K) of each guess from position alone: a key at a fixed offset or at a fixed place."""
-    pairs, total = keys.nonzero().tolist(), max(1, int(keys.any(-1).sum()))
+    pairs = keys.nonzero().tolist()
+    total = max(1, int(keys.any(-1).sum()))
     hits = Counter(rule for query, key in pairs for rule in (("offset", key - query), ("place", key)))
     return {rule: count / total for rule, count in hits.items()}
 
@@ -381,10 +382,7 @@ def _cells(ax: Axes, heads: Sequence[Head], most: int) -> None:
 
 def _by_depth(ax: Axes, numbers: Sequence[str], intervals: Sequence[Interval], uniform: Sequence[float]) -> None:
     means = [interval.mean for interval in intervals]
-    reach = [
-        [interval.mean - interval.low for interval in intervals],
-        [interval.high - interval.mean for interval in intervals],
-    ]
+    reach = [[each.mean - each.low for each in intervals], [each.high - each.mean for each in intervals]]
     ax.errorbar(range(len(intervals)), means, yerr=reach, fmt="o", color=PALETTE[0][0], markersize=4, capsize=3)
     ax.plot(range(len(intervals)), uniform, "--", color=GREY, linewidth=1.2)
     ax.set_xticks(range(len(intervals)), numbers)

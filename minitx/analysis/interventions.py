@@ -297,8 +297,7 @@ class _Part:
         counted = self.positions is not None and all(number >= 0 for number in self.position_numbers())
         is_long = counted and bool((places < record.shape[-2]).all())
         if widths[0] != widths[1] or not (record.shape[-2] == tensor.shape[-2] or is_long):
-            shapes = f"the record has the shape {tuple(record.shape)}, but {tuple(tensor.shape)} is replaced"
-            raise ValueError(f"{self.name}: {shapes}")
+            raise ValueError(f"{self.name}: the record has shape {tuple(record.shape)}, but {tuple(tensor.shape)} is replaced")
         return record
 
     def replacement(self, old: Tensor) -> Tensor:
@@ -460,7 +459,8 @@ def answers_without_heads(
     ([3, 3], '5')
     """
     inputs = with_positions(model, inputs)
-    B, answers = len(asked.rows), dict[str, list[AnswerRows]]()
+    B = len(asked.rows)
+    answers = dict[str, list[AnswerRows]]()
     length = inputs[asked.axis].shape[1] if asked.axis in inputs else 1
     at_once = max(1, COPIED_TOKENS // (B * length))
     with evaluating(model), full_precision(next(iter(inputs.values())).device):
@@ -590,7 +590,8 @@ def logit_lens(model: nn.Module, **inputs: Tensor) -> Tensor:
         start = max((i for i, ((_, x), (_, y)) in enumerate(pairs) if torch.equal(x, y)), default=0)
         records = {name: iter(of_block) for name, of_block in seen.items()}
         after = [next(records[name]) for name, _ in calls]
-        last, out = calls[-1][0], []
+        last = calls[-1][0]
+        out = []
         _refuse_layers_after(model, last)
         for record in after[start:]:
             with intervene(model, "residual", {last: [*seen[last][:-1], record]}):

@@ -222,7 +222,8 @@ class Probe(StepCallback):
             {name: tensor[: self.options.weights_rows] for name, tensor in batch.items() if tensor.dim()}
             for batch in (self.batch, self._on(module.device))
         )
-        tokens, asked = self.rows.texts(module.net.inputs(rows)), questions_of(self.rows.task, rows)
+        tokens = self.rows.texts(module.net.inputs(rows))
+        asked = questions_of(self.rows.task, rows)
         inputs = module.net.inputs(rows_there)
         snapshot = take_snapshot(module.network, inputs, step=step, title=module.net.title, tokens=tokens, asked=asked)
         with naming(self.folder / "attention"):

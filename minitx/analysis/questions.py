@@ -55,7 +55,9 @@ def token_namer(tokenizer: Tokenizer | None) -> Callable[[int], str]:
 
 def _recall(task: Task, batch: Batch, size: int) -> Asked:
     """Return the questions of a recall task. If a batch has ``token_type_ids``, values are counted from 1, as on the axes."""
-    ids, places, rows = batch[SOURCE].tolist(), answer_positions(batch).tolist(), []
+    ids = batch[SOURCE].tolist()
+    places = answer_positions(batch).tolist()
+    rows = []
     for keys, where, labels in zip(ids, places, batch["labels"], strict=True):
         words = "Which value has key {}?" if "token_type_ids" in batch else "What came after {} before?"
         rows.append([Question(words.format(keys[i]), i, label, where[i]) for i, label in _labelled(labels)])

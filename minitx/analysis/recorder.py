@@ -511,7 +511,6 @@ def places_of(name: str, chosen: Indices, size: int, device: torch.device) -> Te
     if chosen is None:
         return torch.arange(size, device=device)
     numbers = [chosen] if isinstance(chosen, int) else chosen
-    wrong = [number for number in numbers if isinstance(number, bool) or not -size <= number < size]
-    if wrong or not len(numbers):
+    if not len(numbers) or any(isinstance(number, bool) or not -size <= number < size for number in numbers):
         raise ValueError(f"{name}={list(numbers)} must be numbers from 0 to {size - 1}: there are {size} {name}")
     return to_device(torch.tensor([number % size for number in numbers], device="cpu"), device)

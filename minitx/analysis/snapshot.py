@@ -183,9 +183,7 @@ class Snapshot:
         """Count answers and favourite keys over all rows; None if no right answer is known."""
         if self.answers is None:
             return None
-        questions = [
-            (b, answer) for b, answers in enumerate(self.answers.rows) for answer in answers if answer.right is not None
-        ]
+        questions = [(b, answer) for b, row in enumerate(self.answers.rows) for answer in row if answer.right is not None]
         keyed = [(b, answer) for b, answer in questions if answer.key is not None]
         on_key = {
             layer.name: [sum(hits) for hits in zip(*(_heads_on_key(layer, b, answer) for b, answer in keyed), strict=True)]
@@ -280,7 +278,8 @@ def take_snapshot(
     others = [name for name in ran if source == SOURCE and not _takes_ids(model, home_of(model, name))]
     shown = {name: records for name, records in ran.items() if name not in others}
     warn_of_calls(shown, "last")
-    maps, padding = [], dict[str, Tensor]()
+    maps = []
+    padding = dict[str, Tensor]()
     other_axis = PIXELS if PIXELS in inputs and TARGET not in inputs else source
     for name, records in shown.items():
         kind = seen.kinds[name]
@@ -517,9 +516,7 @@ def read_snapshot(path: Path) -> Snapshot:
     answers = None
     if "answers" in header:
         axis, rows = header["answers"]
-        answers = Answers(
-            axis, [[Answer(**{**entry, "top": tuple(map(tuple, entry["top"]))}) for entry in row] for row in rows]
-        )
+        answers = Answers(axis, [[Answer(**{**each, "top": tuple(map(tuple, each["top"]))}) for each in row] for row in rows])
     layers = tuple(header.get("layers", ()))
     return Snapshot(tuple(maps), header["tokens"], ids, real, header["step"], header["title"], answers, layers)
 

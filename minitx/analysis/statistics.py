@@ -139,7 +139,8 @@ def logit_step(before: AttentionCall, after: AttentionCall, query_mask: Tensor |
 
 def logit_step_sums(before: AttentionCall, after: AttentionCall, query_mask: Tensor | None = None) -> list[list[Tensor]]:
     """Return the sums of ``logit_step`` by tile, on the device of the calls: squares and visible pairs, each (H,)."""
-    counted, sums = query_mask if query_mask is not None else real_queries(after), []
+    counted = query_mask if query_mask is not None else real_queries(after)
+    sums = []
     for old, new in zip(over_tiles(before), over_tiles(after), strict=True):
         seen = new.visible & (counted[:, None, new.rows] & new.chooses).unsqueeze(-1)
         change = (new.scores - old.scores).masked_fill(~seen, 0.0)
@@ -234,7 +235,8 @@ def over_tiles(call: AttentionCall, *, seen_only: bool = False) -> Iterator[Tile
             On an accelerator, only positions decide, because reading a mask would wait for the device.
     """
     B, H, L, S = call.shape
-    size, everything = _rows_of_tile(call), call.query.new_ones(1, 1, 1, 1, dtype=torch.bool)
+    size = _rows_of_tile(call)
+    everything = call.query.new_ones(1, 1, 1, 1, dtype=torch.bool)
     for start in range(0, L, size):
         rows = slice(start, min(start + size, L))
         options: dict[str, Any] = {"batch_size": B, "num_heads": H, "device": call.query.device, "rows": rows}
@@ -293,7 +295,9 @@ def _of_rows(tile: Tile, inverse: Tensor, buffers: list[Tensor]) -> dict[str, Te
         fill = torch.zeros_like(seen).masked_fill_(~visible & (n > 0).unsqueeze(-1), -torch.inf)
     else:
         fill = (1.0 - seen).mul_(0.5 * lowest)  # half: a difference of logits does not overflow
-    divisor, is_plain, shape = n.clamp(min=1), _is_scaled_product(call), (*tile.query.shape[:3], seen.shape[-1])
+    divisor = n.clamp(min=1)
+    is_plain = _is_scaled_product(call)
+    shape = (*tile.query.shape[:3], seen.shape[-1])
     z, logits, p = (_part_of(buffer, shape) for buffer in buffers)
     if is_plain:
         dots = _zero_hidden(_scores_into(z, tile.query, tile.key, call.scale), visible)

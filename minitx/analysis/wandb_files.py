@@ -39,7 +39,8 @@ class WandbFiles(L.Callback):
             if records := read_probes(self.folder / "probes.jsonl"):
                 logger.log_image("probe", [saturation_over_steps(records)])
             if self.viewer and (self.folder / "attention").exists():
-                wandb, shots = sys.modules["wandb"], [shot.sentence(0) for shot in read_snapshots(self.folder)]
+                wandb = sys.modules["wandb"]
+                shots = [shot.sentence(0) for shot in read_snapshots(self.folder)]
                 run.log({"attention": wandb.Html(viewer_page([Trace(run.name or "model", shots)]))})
                 run.define_metric("heads", step_metric="attention_step")
                 for shot in shots:

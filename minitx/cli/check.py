@@ -66,8 +66,8 @@ class CheckConfig(Config):
         require(
             not (self.target and self.model), f"model={self.model} and {self.target} cannot be combined: remove one of them"
         )
-        path, colon, name = self.target.rpartition(":")
-        require(bool(self.model or (colon and path and name)), f"{self.target} must be FILE.py:NAME, such as mine.py:attention")
+        if not self.model and not all(self.target.rpartition(":")):
+            raise ConfigError(f"{self.target} must be FILE.py:NAME, such as mine.py:attention")
         require(
             not self.model or not (self.strict or self.stage or self.mask),
             "stage, strict and mask are for functions, not for models: remove them",

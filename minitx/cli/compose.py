@@ -27,6 +27,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError
 
+from minitx.cli.launch import importing
 from minitx.config import CONFIG_DIR, ConfigError, InitFrom, RunConfig, TrainerConfig, from_dict, is_node
 from minitx.config.part import find_target, import_modules, plain_defaults, required
 from minitx.config.schema import UNIONS, config_class_of, defaults, hints_of, require
@@ -76,6 +77,7 @@ def for_cells(words: Iterable[str]) -> list[str]:
     return [word for word in words if not word.lstrip("+~").startswith(NOT_FOR_CELLS)]
 
 
+@importing()
 def build_config(config: DictConfig, words: Sequence[str] = ()) -> RunConfig:
     """Return a composed config as dataclasses, with interpolations resolved and fields checked.
 

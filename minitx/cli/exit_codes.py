@@ -72,21 +72,19 @@ def sentence(error: BaseException) -> tuple[str, int]:
     from minitx.cli.hydra_errors import is_of_hydra, message_of  # only errors need it
 
     text = " ".join(str(error).split())
-    kind = type(error).__name__  # compare names, because modules of these classes import torch
     if isinstance(error, ConfigError):
         return text, 2
-    if type(error).__module__.startswith("yaml."):
+    if is_of_hydra(error) or type(error).__module__.startswith("yaml."):
         return message_of(error), 2
     if isinstance(error, RankFailedError):
         return text, error.code
     if isinstance(error, StoppedError):
         return text, 128 + error.number
+    # compare names, because modules of these classes import torch
     if {"NonFiniteError", "CheckpointError", "WorkerError", "CellsFailedError", "UnusedParametersError"} & {
         base.__name__ for base in type(error).__mro__
     }:
         return text, 3
-    if is_of_hydra(error):
-        return message_of(error), 2
     if is_of_a_lost_process(error):
         return LOST, 3
-    return f"{kind}: {text or 'no message'} (traceback=true shows where)", 3
+    return f"{type(error).__name__}: {text or 'no message'} (traceback=true shows where)", 3

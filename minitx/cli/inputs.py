@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from minitx.data.token_labels import token_texts
 from minitx.data.tokenizers import Tokenizer, fingerprint
 from minitx.generation import beam_search, generate
 from minitx.interop import adopt_hf
+from minitx.interop.files import find_folder
 from minitx.interop.finetune import load_folder, quiet
 from minitx.nn.attention import attention_cores
 from minitx.training.checkpoints import Stored
@@ -156,10 +156,7 @@ def _id_inputs(config: TransformerConfig, text: str) -> RowInputs:
     """Return the inputs for a text of ids, each written as ``ID`` or ``ID:TYPE``."""
     words = text.split()
     wrong = next((word for word in words if not re.fullmatch(r"\d+(:\d+)?", word, re.ASCII)), None)
-    require(
-        wrong is None,
-        f"text has {wrong!r}, but the model has no tokenizer: write ids, or ID:TYPE, separated by spaces",
-    )
+    require(wrong is None, f"text has {wrong!r}, but the model has no tokenizer: write ids, or ID:TYPE, separated by spaces")
     ids, types = ([int((word + ":0").split(":")[part]) for word in words] for part in (0, 1))
     for name, numbers, size in (("ids", ids, config.vocab_size or 0), ("types", types, config.type_vocab_size or 1)):
         largest = max(numbers, default=-1)
@@ -213,7 +210,9 @@ def open_hf(path: str, name: str) -> tuple[Any, Any]:
         import transformers
     except ImportError:
         raise ConfigError(f"{key_and_path} needs the package transformers: pip install transformers") from None
-    folder = _hf_folder(path, key_and_path)
+    with refusing(f"{name}=", (FileNotFoundError,)):
+        folder = find_folder(path, download=False)
+    require((folder / "config.json").is_file(), f"{key_and_path} has no config.json, so it is not a Hugging Face folder")
     with quiet():
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -226,20 +225,6 @@ def open_hf(path: str, name: str) -> tuple[Any, Any]:
     )
     with refusing(f"{key_and_path} cannot be shown: "):
         return adopt_hf(load_folder(folder)), tokenizer
-
-
-def _hf_folder(path: str, key_and_path: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    folder = Path(path)
-    if not folder.is_dir():
-        try:
-            folder = Path(snapshot_download(path, local_files_only=True))
-        except (HFValidationError, LocalEntryNotFoundError):
-            raise ConfigError(f"{key_and_path} is neither a folder nor a model in the cache of the Hugging Face hub") from None
-    require((folder / "config.json").is_file(), f"{key_and_path} has no config.json, so it is not a Hugging Face folder")
-    return folder
 
 
 def hf_inputs(model: Any, tokenizer: Any, text: str, name: str, target: str | None, **options: Any) -> RowInputs:
@@ -256,10 +241,7 @@ def hf_inputs(model: Any, tokenizer: Any, text: str, name: str, target: str | No
     encoding = hf_ids(model, tokenizer, text, name)
     rows, tensors = {SOURCE: encoding[SOURCE]}, {key: torch.tensor([row]) for key, row in encoding.items()}
     if model.config.is_encoder_decoder:
-        require(
-            model.can_generate(),
-            f"{type(model).__name__} is an encoder-decoder without a head: it cannot read a target",
-        )
+        require(model.can_generate(), f"{type(model).__name__} is an encoder-decoder without a head: it cannot read a target")
         if target is None:
             model_inputs = {key: tensors[key].to(model.device) for key in (SOURCE, "attention_mask")}
             with quiet():

@@ -6,6 +6,7 @@ torchrun or srun has started the processes, the folder of the run has the name o
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -13,7 +14,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +55,18 @@ def needs_launch(options: TrainerConfig) -> bool:
         ConfigError: the number of started processes does not match the config, or a run on several machines was not started
             with torchrun or srun.
     """
-    started, world_size = started_from_outside(), options.world_size
-    nodes = f"trainer.num_nodes={options.num_nodes}"
+    started = started_from_outside()
     require(
-        started in (0, world_size),
-        f"trainer.devices={options.devices} x {nodes} is {world_size}, but {started} processes were started",
+        started in (0, options.world_size),
+        f"trainer.devices={options.devices} x trainer.num_nodes={options.num_nodes} is {options.world_size}, but {started} processes "
+        "were started",
     )
-    if started or world_size == 1 or "LOCAL_RANK" in os.environ:
+    if started or options.world_size == 1 or "LOCAL_RANK" in os.environ:
         return False
-    require(options.num_nodes == 1, f"{nodes}: start processes on several machines with torchrun or srun")
+    require(
+        options.num_nodes == 1,
+        f"trainer.num_nodes={options.num_nodes}: start processes on several machines with torchrun or srun",
+    )
     return True
 
 
@@ -167,11 +172,26 @@ def job_name() -> str:
     return name
 
 
+@contextmanager
+def importing() -> Iterator[None]:
+    """A context without garbage collection until Lightning is loaded: the imports make 700,000 objects, and little garbage."""
+    is_paused = gc.isenabled() and "lightning" not in sys.modules
+    if is_paused:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if is_paused:
+            gc.freeze()
+            gc.unfreeze()  # both together move all objects to the oldest generation, so the next collection is short
+            gc.enable()
+
+
 def run_training(config: RunConfig, folder: Path, command: str) -> dict[str, Any]:
     """Run a training in ``folder``, and write its config, command and result there. Return the result, as in ``result.json``."""
-    from minitx.training.metrics_csv import naming
-    from minitx.training.run import train
-
+    with importing():
+        from minitx.training.metrics_csv import naming
+        from minitx.training.run import train
     commands = folder / "command.txt"
     earlier = commands.read_text(encoding="utf-8") if config.ckpt_path is not None and commands.exists() else ""
     files = {"config.yaml": OmegaConf.to_yaml(OmegaConf.create(to_dict(config))), "command.txt": f"{earlier}{command}\n"}

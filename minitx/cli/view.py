@@ -79,9 +79,7 @@ class ViewConfig(StoredConfig):
         keys_set = {field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default}
         require(bool(keys_set & {"ckpt_path", "model"}), "ckpt_path is missing: add ckpt_path=FILE, or model=FOLDER")
         for name in ("row", "trust"):
-            require(
-                not {name, "model"} <= keys_set, f"{name} is for checkpoints: model= has no data, and its code is never run"
-            )
+            require(not {name, "model"} <= keys_set, f"{name} is for checkpoints: model= has no data, and its code never runs")
         for name, other in (("model", "ckpt_path"), ("row", "text"), ("compare_text", "compare")):
             require(not {name, other} <= keys_set, f"{name} and {other} cannot be combined: remove one of them")
         for name in ("model", "target", "compare_text"):
@@ -150,8 +148,7 @@ def _view(config: ViewConfig) -> None:
     runs_model = bool(config.model or config.knock_out or config.text is not None)  # otherwise show the records of a run
     first, *_ = folders = [not runs_model and os.path.isdir(path) for path in paths.values()]
     existing = {is_folder for is_folder, path in zip(folders, paths.values(), strict=True) if os.path.exists(path)}
-    kind = "run folder" if first else "checkpoint"
-    require(len(existing) < 2, f"compare={config.compare} must be a {kind}, as ckpt_path is")
+    require(len(existing) < 2, f"compare={config.compare} must be a {'run folder' if first else 'checkpoint'}, as ckpt_path is")
     rule: RowRule | None = None
     if first:
         title, traces, rule = _recorded_traces(config, paths)

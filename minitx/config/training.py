@@ -290,10 +290,7 @@ class InitFrom(Config):
         require(self.path != "", "path= must name a checkpoint or a model folder")
         for name in ("overrides", "ignore", "fold_scale"):
             value = getattr(self, name)
-            require(
-                self.path is not None or not value,
-                f"{name}={shown(value)} needs init_from.path, the weights to start from",
-            )
+            require(self.path is not None or not value, f"{name}={shown(value)} needs init_from.path, weights to start from")
 
 
 @dataclass(frozen=True, kw_only=True)

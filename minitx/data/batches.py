@@ -145,7 +145,8 @@ class TrainSource(Source):
         return self._orders[epoch]
 
     def _bucketed(self, order: np.ndarray, epoch: int, random: np.random.Generator) -> np.ndarray:
-        size, lengths = self.batch_size, self.split.lengths
+        size = self.batch_size
+        lengths = self.split.lengths
         first = -epoch * len(order) % size  # the first rows complete the last batch of the previous epoch
         stop = first + (len(order) - first) // size * size
         if stop <= first:
@@ -173,7 +174,8 @@ class ValSource(Source):
 
     def __init__(self, split: Split, *, batch_size: int, world: int = 1) -> None:
         super().__init__(batch_size=batch_size, world=world)
-        self.split, self.num_rows = split, len(split)
+        self.split = split
+        self.num_rows = len(split)
 
     def __len__(self) -> int:
         """The number of (global) batches."""
@@ -229,7 +231,8 @@ class AddressedLoader(DataLoader[Batch]):
     """
 
     def __init__(self, source: Dataset[Batch], addresses: Addresses, *, num_workers: int = 0, pin_memory: bool = False) -> None:
-        self.addresses, self._handed_out = addresses, 0
+        self.addresses = addresses
+        self._handed_out = 0
         self._positions: dict[int, str] = {}  # the position in each part of the source, after the last whole step
         options: dict[str, Any] = {"batch_size": None, "num_workers": num_workers, "persistent_workers": num_workers > 0}
         super().__init__(source, sampler=addresses, pin_memory=pin_memory, **options)

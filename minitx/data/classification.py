@@ -115,7 +115,8 @@ def _text_rows(examples: Examples, tokenizer: Tokenizer, max_len: int) -> tuple[
 
     The separator is the end mark, or the class token if there is no end mark.
     """
-    (texts, labels), marks = examples, tokenizer.mark_ids
+    texts, labels = examples
+    marks = tokenizer.mark_ids
     first = [[marks["cls"]]] if "cls" in marks else []
     rows: list[list[Any]] = [first.copy() for _ in texts]
     for place, side in enumerate(zip(*texts, strict=True)):
@@ -231,7 +232,8 @@ class LabelledImages:
         """See ``Task``."""
         pixels, margin = self.pixels[row], self.shift
         if margin:
-            (height, width), framed = pixels.shape[1:], np.pad(pixels, ((0, 0), (margin, margin), (margin, margin)))
+            height, width = pixels.shape[1:]
+            framed = np.pad(pixels, ((0, 0), (margin, margin), (margin, margin)))
             y, x = random.integers(2 * margin + 1, size=2)
             pixels = framed[:, y : y + height, x : x + width]
         return {"pixel_values": pixels.astype(np.float32) / np.float32(self.largest), "labels": self.labels[row]}
@@ -289,7 +291,8 @@ def stratified(labels: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndar
     Raises:
         ConfigError: ``fraction`` is not in (0, 1), or a split would be empty.
     """
-    fraction, random = read(Fraction, fraction, "data.val_fraction"), generator(VALIDATION_SEED, "stratified")
+    fraction = read(Fraction, fraction, "data.val_fraction")
+    random = generator(VALIDATION_SEED, "stratified")
     train, val = [], []
     for label in np.unique(labels):
         rows = random.permutation(np.flatnonzero(labels == label))

@@ -120,9 +120,7 @@ def masked(
     pad_id, mask_id = require_marks(made_by, *MASKED_MARKS)
     vocab_size = made_by.vocab_size
     plain = np.setdiff1d(np.arange(vocab_size), list(made_by.mark_ids.values()))
-    require(
-        min(len(train), len(val)) > 0, f"data.val_fraction={val_fraction} leaves a split of {name_of(path)} without a token"
-    )
+    require(min(len(train), len(val)) > 0, f"data.val_fraction={val_fraction} leaves no token for a split of {name_of(path)}")
     return Task(
         name="data=masked" if path is None else name_of(path),
         kind="masked_lm",
@@ -137,7 +135,8 @@ def masked(
 
 
 def _windows(path: str | None, context_len: int, val_fraction: float, tokens: Tokens) -> Task:
-    (train, val, made_by, record), name = tokens, name_of(path)
+    train, val, made_by, record = tokens
+    name = name_of(path)
     splits = record["splits"]
     requirements = (train, context_len + 1, f"context_len={context_len}"), (val, 2, f"val_fraction={val_fraction}")
     for ids, least, key in requirements:
@@ -492,7 +491,9 @@ def tokenised(
     Raises:
         ConfigError: the text is missing, not UTF-8, or too short to be split.
     """
-    stem, source, known = corpus_stem(path), name_of(path), find_tokenizer(tokenizer)
+    stem = corpus_stem(path)
+    source = name_of(path)
+    known = find_tokenizer(tokenizer)
     learned = "-".join(["char" if tokenizer == "char" else f"bpe{bpe_vocab_size}", *marks])
     name = f"{stem}-{fingerprint(known)[:16] if known else learned}-val{val_fraction!r}.bin"
 
@@ -520,7 +521,8 @@ def cached(cache_dir: str | Path | None, name: str, source: str, build: Callable
     If the files are missing, damaged or do not match, ``build(file)`` writes them again. ``source`` names the text in the log and in the
     warning about unknown characters.
     """
-    tokens, path = None, Path(cache_dir or data_dir()) / name
+    tokens = None
+    path = Path(cache_dir or data_dir()) / name
     description = path.with_suffix(".json")
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # a damaged file is rebuilt
         record = json.loads(description.read_text(encoding="utf-8"))
@@ -549,7 +551,8 @@ def write_ids(
     """Write the ids of the texts of ``train`` and then of ``val`` to ``path``, and return their record."""
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
     counts = {split: {"tokens": 0, "characters": 0, "bytes": 0, "unknown": 0} for split in ("train", "val")}
-    digest, unknown = hashlib.sha256(), -1 if tokenizer.unknown_id is None else tokenizer.unknown_id
+    digest = hashlib.sha256()
+    unknown = -1 if tokenizer.unknown_id is None else tokenizer.unknown_id
     with replacing(path) as file:
         for split, counted in counts.items():
             texts = iter(splits[split])

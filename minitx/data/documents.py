@@ -160,7 +160,8 @@ def hf(
     """
     texts = ["text", 0] if text_column is None else [text_column]
     tables = load_tables(path, val_path, subset, split, val_split, texts=texts, streaming=streaming)
-    names, name = column_names(tables[0]), f"data.path={path}"
+    names = column_names(tables[0])
+    name = f"data.path={path}"
     column = column_of(tables[0], text_column or (names[0] if len(names) == 1 else "text"), "text_column")
     options: dict[str, Any] = {"context_len": context_len, "packing": packing}
     arguments = tables, column, name, tokenizer, bpe_vocab_size
@@ -171,7 +172,8 @@ def hf(
     else:
         (first, documents), made_by, counted, left_out = _tokenised(*arguments, val_fraction, cache_dir, split, val_split)
         train = DocumentRows(first, **options)
-    val, (first_id, *_, end) = DocumentRows(documents, **options), with_marks(made_by, [""])[0].tolist()
+    val = DocumentRows(documents, **options)
+    first_id, *_, end = with_marks(made_by, [""])[0].tolist()
     bits = bits_per(int(val.lengths.sum()), counted)
     task = task_of(name, train, val, made_by, [end], bucket and not streaming, bits, left_out=left_out)
     return replace(task, first_id=first_id)
@@ -230,7 +232,8 @@ def _tokenised(
         tokenizer = find_or_train_tokenizer(
             known or tokenizer_name, bpe_vocab_size, _documents(train, column), learned_marks(tokenizer_name)
         )
-        both, lengths = {"train": _documents(train, column), "val": _documents(val, column)}, list[int]()
+        both = {"train": _documents(train, column), "val": _documents(val, column)}
+        lengths = list[int]()
 
         def encode(texts: Sequence[str]) -> list[np.ndarray]:
             documents = with_marks(tokenizer, texts)
@@ -240,12 +243,14 @@ def _tokenised(
         return {**write_ids(path, tokenizer, both, encode), "lengths": lengths}
 
     *parts, tokenizer, record = cached(cache_dir, cache, name.removeprefix("data.path="), build)
-    lengths, counts = np.array(record["lengths"], np.int64), [*map(len, tables)]
+    lengths = np.array(record["lengths"], np.int64)
+    counts = [*map(len, tables)]
     if len(counts) == 1:
         held_out = num_held_out(counts[0], val_fraction)
         counts = [counts[0] - held_out, held_out]
     first_of_val = int(np.searchsorted(np.cumsum(lengths), len(parts[0]), side="right"))
-    documents, left_out = [], {}
+    documents = []
+    left_out = {}
     for split, tokens, of_split, count in zip(("train", "val"), parts, np.split(lengths, [first_of_val]), counts, strict=True):
         require(len(of_split) > 0, f"{name} has no document for the {split} split: all its documents are blank")
         documents.append(Ragged(tokens, np.cumsum(of_split) - of_split, of_split))
@@ -427,10 +432,12 @@ def _stream(
     """
     from datasets import Features, Value, concatenate_datasets
 
-    (table, *val_table), known = tables, find_tokenizer(tokenizer_name)
+    table, *val_table = tables
+    known = find_tokenizer(tokenizer_name)
     shards = [table.shard(num_shards=table.num_shards, index=index) for index in range(table.num_shards)]
     rows = ((index, row[column]) for index, shard in enumerate(shards) for row in shard)
-    texts, held_out = list[str](), Counter[int]()
+    texts = list[str]()
+    held_out = Counter[int]()
     # without a validation table, the rest of ``rows`` is for training
     for index, text in ((0, row[column]) for row in val_table[0]) if val_table else rows:
         held_out[index] += 1

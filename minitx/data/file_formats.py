@@ -74,7 +74,8 @@ def load_table(
     Raises:
         ConfigError: the path or the split does not exist, the hub cannot be reached, or the files cannot be read.
     """
-    option, local = f"data.{key}={path}", Path(path).expanduser()
+    option = f"data.{key}={path}"
+    local = Path(path).expanduser()
     datasets = package("datasets", option)
     files, local_options = _files_of(path, option, **reader)
     options: dict[str, Any] = {"path": path, "name": subset, "split": split, "streaming": streaming, **local_options}
@@ -102,7 +103,8 @@ def _quiet() -> Iterator[None]:
     """Silence the progress bars and logs of ``datasets``."""
     import datasets
 
-    level, has_bars = datasets.logging.get_verbosity(), not datasets.are_progress_bars_disabled()
+    level = datasets.logging.get_verbosity()
+    has_bars = not datasets.are_progress_bars_disabled()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     datasets.disable_progress_bars()
     try:
@@ -160,7 +162,8 @@ def _folder_reading(
 
     builder = datasets.load_dataset_builder(str(folder), subset)
     by_split = {str(split): [*map(str, files)] for split, files in (builder.config.data_files or {}).items()}
-    files, kind = [*chain.from_iterable(by_split.values())], str(builder.name)
+    files = [*chain.from_iterable(by_split.values())]
+    kind = str(builder.name)
     if kind not in READERS.values():
         return files, {}
     taken = {Path(file).resolve() for file in files}

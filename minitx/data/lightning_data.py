@@ -84,11 +84,11 @@ class Collated(Split):
             batch = self.make(rows_at(self.rows, items))
         if isinstance(batch, tuple | list) and [isinstance(part, Tensor) for part in batch] == [True, True]:
             return {FIRST_INPUT: batch[0], "labels": batch[1]}
-        what = f"a mapping with {', '.join(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
-        require(
-            isinstance(batch, Mapping) and "labels" in batch,
-            f"data: a batch of {self.method} must be a mapping of tensors with labels, or a pair (inputs, labels), got {what}",
-        )
+        if not isinstance(batch, Mapping) or "labels" not in batch:
+            got = f"a mapping with {', '.join(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+            raise ConfigError(
+                f"data: a batch of {self.method} must be a mapping of tensors with labels, or a pair (inputs, labels), got {got}"
+            )
         others = [name for name, value in batch.items() if not isinstance(value, Tensor)]
         require(not others, f"data: {', '.join(others)} in a batch of {self.method} must be tensors")
         return dict(batch)

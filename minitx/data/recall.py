@@ -31,7 +31,8 @@ def kv_lookup(*, num_keys: Count = 64, num_values: Count = 16, num_pairs: Count 
         val_size: number of validation rows. They are the same for every seed.
     """
     _check_pairs(num_pairs, num_keys)
-    draw, size = partial(_kv_lookup, num_keys, num_values, num_pairs), num_keys + num_values
+    draw = partial(_kv_lookup, num_keys, num_values, num_pairs)
+    size = num_keys + num_values
     return _recall_task("kv_lookup", draw, val_size, 1 / num_values, vocab_size=size, type_vocab_size=num_values + 1)
 
 
@@ -123,9 +124,7 @@ def _induction(num_tokens: int, segment_len: int, max_gap: int, count: int, rand
 
 def _check_pairs(num_pairs: int, num_keys: int) -> None:
     if not 0 < num_pairs <= num_keys:
-        raise ConfigError(
-            f"data.num_pairs={num_pairs} must lie in [1, data.num_keys={num_keys}]: the keys of a row are distinct"
-        )
+        raise ConfigError(f"data.num_pairs={num_pairs} must lie in [1, data.num_keys={num_keys}]: keys of a row are distinct")
 
 
 def _recall_task(name: str, draw: Callable[..., Batch], val_size: int, chance: float, **fields: int) -> Task:

@@ -453,9 +453,7 @@ def hold_out(groups: Sequence[Any], fraction: float) -> tuple[np.ndarray, np.nda
     """
     fraction = read(Fraction, fraction, "data.val_fraction")
     distinct = sorted(set(groups))
-    require(
-        len(distinct) > 1, f"data.val_fraction={fraction} leaves a split empty: the data have {len(distinct)} different rows"
-    )
+    require(len(distinct) > 1, f"data.val_fraction={fraction} leaves a split of {len(distinct)} different rows empty")
     random = generator(VALIDATION_SEED, "hold_out")
     chosen = {distinct[i] for i in random.permutation(len(distinct))[: num_held_out(len(distinct), fraction)]}
     validates = np.array([group in chosen for group in groups])

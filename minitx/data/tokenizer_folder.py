@@ -39,7 +39,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """
     file = Path(path).expanduser()
     file = file / "tokenizer.json" if file.is_dir() else file
-    settings, template = _content_of(file.with_name("tokenizer_config.json")), file.with_name("chat_template.jinja")
+    settings = _content_of(file.with_name("tokenizer_config.json"))
+    template = file.with_name("chat_template.jinja")
     named = _special_tokens(_content_of(file.with_name("special_tokens_map.json"))) | _special_tokens(settings)
     try:
         written = template.read_text(encoding="utf-8") if template.is_file() else settings.get("chat_template")

@@ -139,7 +139,8 @@ class Tokenizer:
         if self.characters is None and not any(name in text for text in sections[::2] for name in self._special):
             encoding = self._of_whole.encode("".join(sections), add_special_tokens=False)
             whole = np.array(encoding.ids, dtype=np.uint32)
-            places, marks = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2), self._never[whole]
+            places = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+            marks = self._never[whole]
             places[marks, 1] = places[marks, 0] + 1  # without white space after it that belongs to the token (rstrip)
             if whole[marks].tolist() == [id for id in special if self._never[id]]:
                 return whole, places
@@ -229,11 +230,8 @@ class Tokenizer:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, from which ``from_dict`` makes an equal tokenizer."""
         optional = {"chat_template": self.chat_template, "special_tokens": self.special_tokens}
-        return {
-            "kind": "tokenizers",
-            "json": self._model.to_str(),
-            **{name: value for name, value in optional.items() if value},
-        }
+        present = {name: value for name, value in optional.items() if value}
+        return {"kind": "tokenizers", "json": self._model.to_str(), **present}
 
 
 def marks_named(special_tokens: Mapping[str, str]) -> dict[str, str]:

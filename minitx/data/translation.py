@@ -199,7 +199,8 @@ def _pair_rows(
     kept, rows, empty, long = [], [], 0, 0
     sides = [tokenizer.encode_batch([pair[side] for pair in pairs]) for side in (0, 1)]
     for pair, s, t in zip(pairs, *sides, strict=True):
-        is_empty, is_long = not (len(s) and len(t)), len(s) > most_source or len(t) >= most_target
+        is_empty = not (len(s) and len(t))
+        is_long = len(s) > most_source or len(t) >= most_target
         empty, long = empty + is_empty, long + (is_long and not is_empty)
         if not is_empty and (cut or not is_long):
             kept.append(pair)
@@ -217,8 +218,10 @@ def _read_pairs(key: str, path: str, target: str | None, *, columns: tuple[str, 
     if target is not None:
         files = {f"{key}path": path, f"{key}target_path": target}
         sides = [texts_of(load_table(file, name, kind="text", **options), "text", name) for name, file in files.items()]
-        lines = f"{len(sides[1])} lines, but data.{key}path has {len(sides[0])}"
-        require(len(sides[0]) == len(sides[1]), f"data.{key}target_path={target} has {lines}: line n belongs to line n")
+        require(
+            len(sides[0]) == len(sides[1]),
+            f"data.{key}target_path={target} has {len(sides[1])} lines, but data.{key}path has {len(sides[0])}: line n belongs to line n",
+        )
         return list(zip(*sides, strict=True))
     options |= {"texts": columns or (0, 1), "header": columns is not None}
     table = load_table(path, f"{key}path", kind="csv" if Path(path).suffix.lower() == ".txt" else None, **options)

@@ -568,9 +568,7 @@ def _attention(
     """
     if unsupported := [name for name in ("indices", "block_indices", "sinks") if options.get(name) is not None]:
         name = unsupported[0]
-        raise ValueError(
-            f"{type(module).__name__} passes {name} to its attention function, but our core does not support {name}"
-        )
+        raise ValueError(f"{type(module).__name__} passes {name} to its attention function, but our core does not support it")
     core: AdoptedCore | None = getattr(module, "core", None)
     if core is None:
         raise RuntimeError(

@@ -31,6 +31,7 @@ TEMPLATE = (
 
 Message = Mapping[str, Any]
 
+NEEDS_END = "must write a special token, such as {{ eos_token }}, after each answer, or enclose answers in {% generation %}"
 BREAK, OTHER = "\ufdd0", "\ufdd1"
 """Noncharacters of Unicode, which occur in no text: one separates the letters of a special token's name in a message, the other
 stands for another message."""
@@ -146,8 +147,7 @@ class ChatFormat:
         asked = self._beginning(messages[:i], add_generation_prompt=True) if self.writes_prompt else ""
         answered = self._beginning(messages[: i + 1]).rstrip()
         last = re.search(f"({_one_of(self.added)})$", answered)
-        refusal = f"{self.name} must write a special token, such as {{{{ eos_token }}}}, after each answer, or enclose answers in {{% generation %}}"
-        require(not answered or last is not None, refusal)
+        require(not answered or last is not None, f"{self.name} {NEEDS_END}")
         start, stop = (len(part) if part and text.startswith(part) else None for part in (asked, answered))
         if start is None or stop is None:
             other = {**_with_texts(messages[i], lambda text: OTHER * (len(text) or 1)), "role": "assistant", "content": OTHER}
@@ -157,7 +157,7 @@ class ChatFormat:
             ends = _one_of({*self.special, *(last.groups() if last else ())})
             end = re.compile(f"(?<!{BREAK})({ends})").search(text, len(text) - _num_shared(text[::-1], others[::-1]))
             if end is None:
-                raise ConfigError(refusal)
+                raise ConfigError(f"{self.name} {NEEDS_END}")
             stop = end.end()
         return start, stop
 

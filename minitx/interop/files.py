@@ -38,17 +38,20 @@ class CanSave(Protocol):
         """Write the tokenizer to the file ``path``."""
 
 
-def find_folder(name: str | Path) -> Path:
+def find_folder(name: str | Path, *, download: bool = True) -> Path:
     """Return the folder of a model. A name on the Hugging Face hub is downloaded into the cache of ``huggingface_hub``.
 
     Only the config, the weights and the tokenizer are downloaded. A local folder needs no network.
+
+    Args:
+        download: False: a name must be in the cache.
 
     Raises:
         ImportError: ``huggingface_hub`` is needed and not installed.
         FileNotFoundError: the model cannot be downloaded and is not in the cache.
     """
     folder = Path(os.path.expanduser(name))
-    if folder.is_dir() or not HUB_NAME.fullmatch(str(name)):
+    if folder.is_dir() or (download and not HUB_NAME.fullmatch(str(name))):
         return folder
     try:
         from huggingface_hub import snapshot_download
@@ -56,11 +59,11 @@ def find_folder(name: str | Path) -> Path:
         raise ImportError(f"{name} is not a folder; to download it from the hub: pip install huggingface_hub") from None
     patterns = ["config.json", WEIGHTS, INDEX, "model-*.safetensors", *TOKENIZER_FILES]
     try:
-        return Path(snapshot_download(str(name), allow_patterns=patterns))
+        return Path(snapshot_download(str(name), allow_patterns=patterns, local_files_only=not download))
     except Exception as error:  # huggingface_hub raises many kinds, with long messages
+        also = ", and cannot be downloaded" if download else ""
         raise FileNotFoundError(
-            f"{name} is not a folder, cannot be downloaded from the Hugging Face hub and is not in its cache "
-            f"({type(error).__name__})"
+            f"{name} is neither a folder nor a model in the cache of the Hugging Face hub{also} ({type(error).__name__})"
         ) from None
 
 

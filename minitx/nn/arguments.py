@@ -29,19 +29,15 @@ class Arguments:
 
     def __init__(self, module: nn.Module | type[nn.Module]) -> None:
         parameters = [*inspect.signature(module.forward).parameters.values()][isinstance(module, type) :]  # a class: no self
-        named = [param for param in parameters if param.kind in (param.POSITIONAL_OR_KEYWORD, param.KEYWORD_ONLY)]
-        others = [param for param in parameters if param.kind is param.VAR_KEYWORD]
-        groups = [keys for param in others for keys in get_args(param.annotation)]
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        others = [p for p in parameters if p.kind is p.VAR_KEYWORD]
+        groups = [keys for p in others for keys in get_args(p.annotation)]
         self.further = [name for keys in groups for name in getattr(keys, "__annotations__", ())]
-        self.ordered = [
-            param.name for param in parameters if param.kind in (param.POSITIONAL_ONLY, param.POSITIONAL_OR_KEYWORD)
-        ]
-        self.names = [param.name for param in named]
-        self.needed = [param.name for param in named if param.default is param.empty]
+        self.ordered = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        self.names = [p.name for p in named]
+        self.needed = [p.name for p in named if p.default is p.empty]
         self.takes_any = bool(others)
-        self.unnamed = [
-            param.name for param in parameters if param.kind is param.POSITIONAL_ONLY and param.default is param.empty
-        ]
+        self.unnamed = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
 
     def of_call(self, args: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call by name. Arguments for ``*args`` are left out."""

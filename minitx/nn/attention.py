@@ -245,7 +245,8 @@ class MultiHeadAttention(nn.Module):
         cache: LayerCache | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Projections, heads, QK-norm, rotary and cache: q (B, H, L, D), k and v (B, Hkv, S, D)."""
-        B, L, D = query.shape[0], query.shape[1], self.head_dim
+        B, L = query.shape[:2]
+        D = self.head_dim
         q = self.q_proj(query).view(B, L, self.num_heads, D).transpose(1, 2)  # (B, L, H * D) -> (B, H, L, D)
         if is_cross and cache is not None and (memory := cache.recall(key)) is not None:
             return q if self.qk_norm is None else self.qk_norm(q, None)[0], *memory

@@ -116,7 +116,8 @@ def builder_of(rule: Any) -> Callable[[Iterator[Tensor]], Any]:
     members = _members(rule)
     if members is None:
         return lambda supply: rule
-    builders, make = [builder_of(member) for member in members], type(rule)
+    builders = [builder_of(member) for member in members]
+    make = type(rule)
     if isinstance(rule, tuple):
         return lambda supply: tuple(build(supply) for build in builders)
     names = [field.name for field in fields(rule)]
@@ -205,10 +206,10 @@ class ALiBi(Bias):
         if self.slopes is not None:
             return widened(self.slopes)[head]
         assert self.num_heads is not None
-        head, power = head.float(), 2 ** int(math.log2(self.num_heads))
+        head = head.float()
+        power = 2 ** int(math.log2(self.num_heads))
         # as in get_slopes of Press et al.'s code (ofirpress/attention_with_linear_biases)
-        exponent = torch.where(head < power, 8.0 * (head + 1), 4.0 * (2 * (head - power) + 1)) / power
-        return torch.exp2(-exponent)
+        return torch.exp2(-torch.where(head < power, 8.0 * (head + 1), 4.0 * (2 * (head - power) + 1)) / power)
 
     def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         heads = self.num_heads if self.slopes is None else tuple(self.slopes.shape)
@@ -234,7 +235,8 @@ class RelativeBuckets(Bias):
         Half of the buckets hold one distance each. The others grow logarithmically up to ``max_distance``. Raffel et al. 2020,
         arXiv:1910.10683, §2.1. The logarithm is in float32, as in the authors' code.
         """
-        buckets, first = self.table.shape[0], torch.zeros_like(distance)
+        buckets = self.table.shape[0]
+        first = torch.zeros_like(distance)
         if self.bidirectional:
             buckets //= 2
             first, distance = (distance > 0) * buckets, distance.abs()

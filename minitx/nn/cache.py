@@ -66,15 +66,14 @@ class LayerCache:
 
         ``advance`` counts the positions. Until then, another ``append`` overwrites them.
         """
-        L, kept = key.shape[2], self.num_kept
+        L = key.shape[2]
+        kept = self.num_kept
         pair = self._pair if self.length else None  # tensors of a failed first pass do not count
         check_room(self.length, L, self.capacity)
         for name, new, old in zip(("key", "value"), (key, value), pair or (key, value), strict=True):
             _check_like(name, new, old)
         if pair is not None and self.length - kept < self._start:
-            raise ValueError(
-                f"cache cannot go back to length {self.length}: with window={self.window} it has dropped earlier keys"
-            )
+            raise ValueError(f"cache cannot go back to length {self.length}: window={self.window} has dropped earlier keys")
         if pair is None or self.length + L - self._start > pair[0].shape[2]:
             self._make_room(key, value, kept + max(L, self.window or self.capacity))
         keys, values = self._read(self.length - kept, self.length + L)
@@ -100,10 +99,9 @@ class LayerCache:
         if self.memory is None:
             return None
         kept = self.memory[0].shape[0], self.memory[0].shape[2]
-        if kept != tuple(source.shape[:2]):
-            raise ValueError(
-                f"key must be the memory that the cache was filled from, (B, S) = {kept}, got {tuple(source.shape[:2])}"
-            )
+        got = tuple(source.shape[:2])
+        if got != kept:
+            raise ValueError(f"key must be the memory that the cache was filled from, (B, S) = {kept}, got {got}")
         if self._source is not None and _differs(source.detach(), self._source):
             raise ValueError("key differs from the memory that the cache was filled from: use a new cache for another source")
         return self.memory
@@ -114,7 +112,8 @@ class LayerCache:
 
     def reorder(self, rows: Tensor) -> None:
         """Replace each row i by the row ``rows[i]``, for beam search. ``rows`` is int (B',)."""
-        self._pair, self.memory, self._source = _rows(self._pair, rows), _rows(self.memory, rows), None
+        self._pair, self.memory = _rows(self._pair, rows), _rows(self.memory, rows)
+        self._source = None
 
     def _read(self, start: int, stop: int) -> Pair:
         """The keys and values of the positions from ``start`` to ``stop``."""
@@ -124,7 +123,8 @@ class LayerCache:
 
     def _make_room(self, key: Tensor, value: Tensor, size: int) -> None:
         """Allocate ``size`` slots and copy the ``num_kept`` newest positions to the first of them."""
-        shape, kept = (*key.shape[:2], min(size, self.capacity)), self.num_kept
+        kept = self.num_kept
+        shape = (*key.shape[:2], min(size, self.capacity))
         new = key.new_zeros(*shape, key.shape[3]), value.new_zeros(*shape, value.shape[3])
         if kept:
             new[0][:, :, :kept], new[1][:, :, :kept] = self.held
@@ -236,11 +236,6 @@ class KVCache:
         self.key_mask, self.document_ids = key_mask, document_ids
         return key_mask, document_ids
 
-    @property
-    def keeps_all(self) -> bool:
-        """Whether all layers keep all keys in order, so that the caller's masks may refer to their positions."""
-        return all(layer.window is None for layer in self.layers)
-
     def advance(self, num_new: int) -> None:
         """Count the new tokens, after all layers have read them."""
         self.length += num_new
@@ -279,9 +274,9 @@ def check_room(length: int, num_new: int, capacity: int) -> None:
 def _check_like(name: str, new: Tensor, old: Tensor) -> None:
     if new.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(f"{name} requires grad, but a cache is for inference: call under torch.no_grad()")
-    (B, Hkv, _, D), shape = old.shape, new.shape
-    if shape[0] != B or shape[1] != Hkv or shape[3] != D or new.dtype != old.dtype or new.device != old.device:
+    expected = (*old.shape[:2], old.shape[3])
+    got = (*new.shape[:2], new.shape[3])
+    if got != expected or new.dtype != old.dtype or new.device != old.device:
         raise ValueError(
-            f"{name} must fit the cache, (B, Hkv, D) = {(B, Hkv, D)} {old.dtype} on {old.device}, "
-            f"got {(shape[0], shape[1], shape[3])} {new.dtype} on {new.device}"
+            f"{name} must fit the cache, (B, Hkv, D) = {expected} {old.dtype} on {old.device}, got {got} {new.dtype} on {new.device}"
         )

@@ -122,7 +122,8 @@ class DropInAttention(nn.Module):
 
     def _joined(self, name: str) -> JoinedProjections | None:
         """The parameter ``name`` of torch's layer, or None if torch has none: without biases, or for inputs of other widths."""
-        ours, kind = self.attention, name.rpartition("_")[2]
+        ours = self.attention
+        kind = name.rpartition("_")[2]
         if (kind == "bias" and ours.q_proj.bias is None) or (kind == "weight" and not ours.embed_dim == ours.kdim == ours.vdim):
             return None
         return JoinedProjections([ours.get_parameter(part) for part in TORCH_PARTS[name]])
@@ -164,7 +165,8 @@ class DropInAttention(nn.Module):
             raise ValueError(f"is_causal=True needs attn_mask, as in torch, got None ({MASKS_PAGE})")
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             require_tensor(name, tensor)
-        unbatched, batch_axis = query.dim() == 2, 0 if self.batch_first else 1
+        unbatched = query.dim() == 2
+        batch_axis = 0 if self.batch_first else 1
         if unbatched:
             query, key, value = _each_once(lambda tensor: tensor.unsqueeze(batch_axis), query, key, value)
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)

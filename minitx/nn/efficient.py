@@ -121,7 +121,8 @@ class AdditiveAttention(nn.Module):
 
     def forward(self, call: AttentionCall) -> Tensor | tuple[Tensor, Tensor]:
         """Return the output (B, H, L, Dv), or ``(output, weights)`` if the call has ``need_weights``."""
-        dtype, group = torch.promote_types(call.query.dtype, torch.float32), call.query.shape[1] // call.key.shape[1]
+        dtype = torch.promote_types(call.query.dtype, torch.float32)
+        group = call.query.shape[1] // call.key.shape[1]
         with full_precision(call.query.device):
             attn_bias = call.dense_bias()
             key = hide_unseen(call.key, call.visible(attn_bias)).to(dtype).repeat_interleave(group, dim=1)

@@ -296,9 +296,7 @@ def _uses(model: nn.Module, layers: Mapping[str, Any], inputs: Mapping[str, Any]
     """Call a model whose attention is not ours. See ``OtherScale.trial``."""
     weights = [parameter for layer in layers.values() for parameter in layer.parameters()]
     if any(weight.is_meta or hasattr(weight, "full_tensor") for weight in weights):  # a DTensor has a full tensor
-        raise ValueError(
-            f"{REFUSED}weights of the attention are offloaded (on the meta device) or sharded; load all of them first"
-        )
+        raise ValueError(f"{REFUSED}weights of the attention are offloaded (on the meta device) or sharded; load them first")
     uses, again = next(iter(layers.values())).core.trial(model, layers, inputs)
     if missing := [name for name in layers if name not in uses]:
         raise ValueError(
@@ -341,7 +339,8 @@ def _found(name: str, layer: nn.Module, role: str, use: Use | None) -> Fold:
     if not {*parameters} <= {"weight", "bias"} or any(type(parameter) is not nn.Parameter for parameter in parameters.values()):
         raise ValueError(f"{REFUSED}{fold.name}, {type(module).__name__}, is no projection or norm with plain weights")
     is_norm = all(parameter.dim() == 1 for parameter in parameters.values())
-    (_, H, _, D), Hkv = use.query.shape, use.key.shape[1]
+    _, H, _, D = use.query.shape
+    Hkv = use.key.shape[1]
     if row.rows == "by head":
         return replace(fold, groups=H, start=D * (role == "key"), length=D)
     if row.rows == "joined":
@@ -375,9 +374,11 @@ def _multiply(model: nn.Module, folds: Sequence[Fold]) -> list[Fold]:
             raise ValueError(f"{REFUSED}{fold.name} shares a projection that needs another factor elsewhere")
         once += [replace(fold, parameters=tuple(name for name, place in places.items() if place not in done))]
         done |= dict.fromkeys(places.values(), fold.ratio)
-    names, memory = {fold.name for fold in once}, {place[0] for place in done}
+    names = {fold.name for fold in once}
+    memory = {place[0] for place in done}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        place, is_folded = memory_of(parameter), name.rpartition(".")[0] in names
+        place = memory_of(parameter)
+        is_folded = name.rpartition(".")[0] in names
         if any(overlap(place, other) and not (is_folded and place == other) for other in memory):
             raise ValueError(f"{REFUSED}{name} is also the weight of queries or keys, or shares memory with it")
     for fold in once:

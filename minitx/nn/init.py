@@ -126,9 +126,7 @@ def init_weights(
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Embedding) and not isinstance(module.weight, nn.Parameter):
             where = f"{name}.weight".lstrip(".")
-            raise ValueError(
-                f"{where} is computed from other parameters: wrap the layer after the model is built and initialised"
-            )
+            raise ValueError(f"{where} is computed from other parameters: wrap the layer after the model is initialised")
     draw = _Drawer(SCHEMES[scheme], num_layers, gains or {}, generator)
     for module in model.modules():
         if isinstance(module, MultiHeadAttention):
@@ -175,7 +173,8 @@ class _Drawer:
         if module is None or module.weight.is_meta:  # without numbers; torch takes longer for such a draw than for a real one
             return
         fan_out, fan_in = module.weight.shape
-        sizes, gain = Sizes(fan_in, fan_out, head_dim, self.num_layers), self.gains.get(role, 1.0)
+        sizes = Sizes(fan_in, fan_out, head_dim, self.num_layers)
+        gain = self.gains.get(role, 1.0)
         bias = None if isinstance(module, nn.Embedding) else module.bias
         if module.weight not in self.drawn:
             std = self.scheme.roles.get(role, self.scheme.weight)

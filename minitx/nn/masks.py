@@ -138,9 +138,8 @@ class Mask(Rule):
             memory = self.__dict__["_memory"] = Memory(tensors if has_versions else None, {})
         if memory.tensors is None:
             return build(*arguments)
-        versions = [tensor._version for tensor in memory.tensors]  # torch has no public count of changes in place
-        # a result from inference mode cannot be saved for a backward pass
-        key = (*key, versions, torch.is_inference_mode_enabled())
+        # torch has no public count of changes in place; a result from inference mode cannot be saved for a backward pass
+        key = (*key, [tensor._version for tensor in memory.tensors], torch.is_inference_mode_enabled())
         if kind in memory.results:
             kept_key, kept = memory.results[kind]
             if kept_key == key:
@@ -400,9 +399,7 @@ class BlockSparse(Mask):
     def __post_init__(self) -> None:
         require_bool("pattern", self.pattern)
         if self.pattern.dim() not in (2, 3) or self.pattern.shape[-1] != self.pattern.shape[-2]:
-            raise ValueError(
-                f"pattern must have shape (blocks, blocks) or (H, blocks, blocks), got {tuple(self.pattern.shape)}"
-            )
+            raise ValueError(f"pattern must be (blocks, blocks) or (H, blocks, blocks), got shape {tuple(self.pattern.shape)}")
         if isinstance(self.block_size, bool) or not isinstance(self.block_size, int) or self.block_size < 1:
             raise ValueError(f"block_size must be a positive integer, got {self.block_size!r}")
 
@@ -413,7 +410,8 @@ class BlockSparse(Mask):
     def tile_map(self, rows: Tensor, keys: Tensor, offset: int) -> tuple[Tensor, Tensor]:
         cells = self.pattern if self.pattern.dim() == 3 else self.pattern[None]
         starts = self.block_size * torch.arange(self.pattern.shape[-1], device=rows.device)
-        ends, wide = starts + self.block_size, widest_float(rows.device)
+        ends = starts + self.block_size
+        wide = widest_float(rows.device)
         in_rows, in_keys = (  # the number of positions that a tile and a block share, (R, blocks) and (C, blocks)
             (torch.minimum(edges[1:, None], ends) - torch.maximum(edges[:-1, None], starts)).clamp(min=0).to(wide)
             for edges in (rows + offset, keys)
@@ -425,7 +423,8 @@ class BlockSparse(Mask):
         return self.block_size
 
     def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
-        num_blocks, got = -(-num_keys // self.block_size), tuple(self.pattern.shape)
+        num_blocks = -(-num_keys // self.block_size)
+        got = tuple(self.pattern.shape)
         if got[-1] != num_blocks or got[:-2] not in ((), (num_heads,)) or num_queries > num_keys:
             raise ValueError(
                 f"pattern must have shape ({num_blocks}, {num_blocks}) or ({num_heads}, {num_blocks}, {num_blocks}) for {num_keys} keys in blocks of "
@@ -507,8 +506,7 @@ class Or(Combined):
 
 def _count(column: Tensor, edges: Tensor) -> Tensor:
     """Count the True entries of (..., n) between neighbouring edges (m + 1,). Returns (..., m)."""
-    total = F.pad(column.cumsum(-1), (1, 0))
-    return total[..., edges].diff()
+    return F.pad(column.cumsum(-1), (1, 0))[..., edges].diff()
 
 
 def _pooled(cells: Tensor, rows: Tensor, keys: Tensor, join: Callable[..., Tensor], neutral: bool) -> Tensor:

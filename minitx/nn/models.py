@@ -65,8 +65,8 @@ class TransformerModel(nn.Module):
     ) -> None:
         super().__init__()
         if self.architecture not in (None, config.architecture):
-            name, expected = type(self).__name__, self.architecture
-            raise ValueError(f"{name} needs a config with architecture={expected!r}, got {config.architecture!r}")
+            name = type(self).__name__
+            raise ValueError(f"{name} needs a config with architecture={self.architecture!r}, got {config.architecture!r}")
         self.config, self.causal, self.embeddings = config, causal, embeddings
         num_layers = config.decoder_layers if causal else config.num_layers
         self.blocks = nn.ModuleList(
@@ -129,7 +129,8 @@ class TransformerModel(nn.Module):
 
     def _init_weights(self, generator: torch.Generator | None, part: nn.Module | None = None) -> None:
         """Initialise ``part``, by default the whole model, for the depth of this stack of blocks."""
-        config, gains = self.config, init_gains(self.config, decoder=self.causal)
+        config = self.config
+        gains = init_gains(self.config, decoder=self.causal)
         options = {"fold": config.init_fold, "num_layers": len(self.blocks), "gains": gains}
         init_weights(self if part is None else part, config.init, **options, generator=generator)  # type: ignore[arg-type]
 
@@ -156,11 +157,11 @@ class TransformerModel(nn.Module):
             if ids is not None:
                 require_tensor(argument, ids)
         if not (cache is None or isinstance(cache, KVCache)):
-            kind = type(cache).__name__
-            raise TypeError(f"cache must be a KVCache, from model.make_cache(capacity), got {kind}")
+            raise TypeError(f"cache must be a KVCache, from model.make_cache(capacity), got {type(cache).__name__}")
         if key_mask is not None:  # before a cache stores it
             require_bool(name.replace("input_ids", "key_mask"), key_mask)
-        past, L = 0 if cache is None else cache.length, input_ids.shape[-1]
+        past = 0 if cache is None else cache.length
+        L = input_ids.shape[-1]
         if cache is not None and len(cache.layers) != len(self.blocks):
             raise ValueError(f"cache has {len(cache.layers)} layers, but the model has num_layers={len(self.blocks)}")
         padded = key_mask is not None or (cache is not None and cache.key_mask is not None)
@@ -169,7 +170,7 @@ class TransformerModel(nn.Module):
         if cache is not None:
             key_mask, document_ids = cache.join(input_ids, key_mask, document_ids, position_ids)  # (B, S)
         key_mask, document_ids = _with_version(key_mask), _with_version(document_ids)
-        if cache is not None and mask is not None and not cache.keeps_all:
+        if cache is not None and mask is not None and any(layer.window is not None for layer in cache.layers):
             raise ValueError("mask needs a cache that keeps all keys: use KVCache(capacity, num_layers)")
         masks = self._masks(as_mask(mask, "mask"), key_mask, document_ids, cache, L)
         if masks[0] is not None and cache is None:  # before positions are computed from key_mask and document_ids
@@ -236,7 +237,8 @@ class TransformerModel(nn.Module):
             raise ValueError(f"{name} must be int32 or int64 of shape (B, L), got {input_ids.dtype} {tuple(input_ids.shape)}")
         if 0 in input_ids.shape:
             raise ValueError(f"{name} must have at least one row and one token, got shape {tuple(input_ids.shape)}")
-        config, L = self.config, input_ids.shape[1]
+        config = self.config
+        L = input_ids.shape[1]
         if position_ids is not None and config.position in ("alibi", "t5", "none"):
             raise ValueError(f"position_ids have no effect with position={config.position}")
         if config.position == "learned" and counted and config.max_len < past + L:
@@ -458,8 +460,11 @@ class PatchEmbeddings(nn.Module):
             if getattr(config, name) is None:
                 raise ValueError(f"{name}=None: VisionTransformer needs {name}")
         assert config.image_size is not None and config.num_channels is not None
-        E, P, self.num_channels = config.embed_dim, config.patch_size, config.num_channels
-        self.patch_size, self.side = P, config.image_size // P
+        E = config.embed_dim
+        P = config.patch_size
+        self.num_channels = config.num_channels
+        self.patch_size = P
+        self.side = config.image_size // P
         self.num_class_tokens = config.num_class_tokens
         self.num_tokens = self.side**2 + self.num_class_tokens
         self.patch_proj = nn.Linear(self.num_channels * P * P, E)
@@ -475,7 +480,8 @@ class PatchEmbeddings(nn.Module):
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         require_tensor("pixel_values", pixel_values)
-        P, shape = self.patch_size, tuple(pixel_values.shape)
+        P = self.patch_size
+        shape = tuple(pixel_values.shape)
         if len(shape) != 4 or shape[1] != self.num_channels or shape[2] % P or shape[3] % P or 0 in shape:
             raise ValueError(
                 f"pixel_values must have shape (B, {self.num_channels}, h, w) with h and w multiples of patch_size={P}, got {shape}"
@@ -494,7 +500,8 @@ class PatchEmbeddings(nn.Module):
     def positions(self, rows: int, columns: int) -> Tensor:
         """Return the position table (tokens, E), with bicubic interpolation for a grid of another size."""
         assert self.position is not None
-        table, n = self.position.weight, self.num_class_tokens
+        table = self.position.weight
+        n = self.num_class_tokens
         if (rows, columns) == (self.side, self.side):
             return table
         square = table[n:].T.view(1, -1, self.side, self.side)

@@ -39,8 +39,8 @@ class SinusoidalPositions(nn.Module):
         high = torch.promote_types(dtype, torch.float32)
         even = torch.arange(0, self.embed_dim, 2, dtype=high, device=position_ids.device)
         angles = position_ids.unsqueeze(-1).to(high) * torch.exp(even * (-math.log(self.base) / self.embed_dim))
-        interleaved = torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)  # (..., 2 * ceil(E / 2))
-        return interleaved[..., : self.embed_dim].to(dtype)
+        # (..., 2 * ceil(E / 2)), which has a column too many if E is odd
+        return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)[..., : self.embed_dim].to(dtype)
 
 
 class LearnedPositions(nn.Module):
@@ -220,8 +220,7 @@ class Rotary(nn.Module):
 
 def check_position_ids(position_ids: Tensor, batch_size: int, length: int) -> None:
     """Raise a ValueError unless position_ids are int32 or int64 of shape (B or 1, L)."""
-    fits = position_ids.dim() == 2 and position_ids.shape[0] in (1, batch_size) and position_ids.shape[1] == length
-    if not fits or position_ids.dtype not in ID_DTYPES:
+    if position_ids.dtype not in ID_DTYPES or tuple(position_ids.shape) not in ((1, length), (batch_size, length)):
         raise ValueError(
             f"position_ids must be int32 or int64 of shape (B or 1, L) = ({batch_size} or 1, {length}), "
             f"got {position_ids.dtype} {tuple(position_ids.shape)}"
@@ -231,8 +230,7 @@ def check_position_ids(position_ids: Tensor, batch_size: int, length: int) -> No
 def check_range(name: str, ids: Tensor, size: int) -> None:
     """Raise a ValueError for ids outside 0 … size - 1, if the values can be read at no cost (``can_look``)."""
     if can_look(ids) and ids.numel():
-        ends = ids.aminmax()
-        low, high = int(ends.min), int(ends.max)
+        low, high = map(int, ids.aminmax())
         if low < 0 or high >= size:
             raise ValueError(f"{name} must be between 0 and {size - 1}, got {low} to {high}")
 

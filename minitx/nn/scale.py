@@ -116,8 +116,7 @@ class ScoreScale(nn.Module):
         return query, self._fixed * self.factor
 
     def extra_repr(self) -> str:
-        factor = f", factor={self.factor}" if self.factor != 1.0 else ""
-        return f"{self.scale!r}, head_dim={self.head_dim}{factor}"
+        return f"{self.scale!r}, head_dim={self.head_dim}" + (f", factor={self.factor}" if self.factor != 1.0 else "")
 
 
 class OtherScale:

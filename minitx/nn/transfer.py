@@ -41,8 +41,8 @@ def _mapped(tree: Any, on_host: dict[int, Tensor]) -> Any:
         return {name: _mapped(value, on_host) for name, value in tree.items()}
     if isinstance(tree, list | tuple):
         values = [_mapped(value, on_host) for value in tree]
-        is_named = hasattr(tree, "_fields")  # a named tuple takes its fields one by one
-        return type(tree)(*values) if is_named else type(tree)(values)
+        # a named tuple takes its fields one by one
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
     return on_host.get(id(tree), tree)
 
 

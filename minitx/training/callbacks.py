@@ -262,9 +262,7 @@ def check_processes(trainer: L.Trainer) -> None:
     """
     precision = str(trainer.precision)
     if trainer.strategy.reduce_boolean_decision(trainer.strategy.broadcast(precision) != precision, all=False):
-        raise ConfigError(
-            f"trainer.precision={precision} differs between the machines of this run: set trainer.precision=32-true"
-        )
+        raise ConfigError(f"trainer.precision={precision} differs between machines: set trainer.precision=32-true")
 
 
 def check_whole_weights(callbacks: Mapping[str, L.Callback], *, is_sharded: bool) -> None:
@@ -412,12 +410,9 @@ class LastCheckpoint(StepCallback, Checkpoint):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._restore()  # again after a signal, because Lightning has reinstalled our handlers
-        self._previous = {}
-
-    def _restore(self) -> None:
-        for number, handler in self._previous.items():
+        for number, handler in self._previous.items():  # again after a signal, because Lightning has reinstalled our handlers
             signal.signal(number, handler)
+        self._previous = {}
 
     def _install(self) -> None:
         if threading.current_thread() is threading.main_thread():

@@ -140,9 +140,7 @@ def _check_records(file: BinaryIO) -> None:
             damaged = records.testzip()
     except Exception:  # a damaged directory raises many types of error
         is_zip = b"PK\3\4".startswith(start)
-        raise ConfigError(
-            "it is cut short or damaged" if is_zip else "another program wrote it: it is not a zip file"
-        ) from None
+        raise ConfigError("it is cut short or damaged" if is_zip else "another program wrote it, not as a zip file") from None
     require(not folders, f"it is damaged: record {' '.join(folders[:1])} is marked as a folder")
     require(damaged is None, f"it is damaged: record {damaged!r} does not match its CRC-32")
 
@@ -202,12 +200,10 @@ def load_weights(network: nn.Module, weights: Mapping[str, Any]) -> None:
     for name, tensor in network.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor) or name not in weights:  # extra state, and names that load_state_dict converts
             continue
-        first_name = names.setdefault(id(tensor), name)
+        first = names.setdefault(id(tensor), name)
         kind = tensor.dtype
-        if first_name != name and not torch.allclose(
-            weights[first_name].to(kind), weights[name].to(kind), 0, 0, equal_nan=True
-        ):
-            raise ValueError(f"{first_name} and {name} share a tensor in the model, but differ in the weights")
+        if first != name and not torch.allclose(weights[first].to(kind), weights[name].to(kind), 0, 0, equal_nan=True):
+            raise ValueError(f"{first} and {name} share a tensor in the model, but differ in the weights")
 
 
 def check_free(folder: Path, ckpt_path: str | None) -> None:
@@ -388,9 +384,7 @@ def check_resumed(path: str | None, parts: Mapping[str, Part], state: Mapping[st
     if changes["model"]:
         raise ConfigError(f"{named} contains another model than the config: {'; '.join(changes['model'])}")
     _check_updates(named, changes)
-    if not all(
-        "lr_lambdas" in entry for entry in checkpoint["lr_schedulers"]
-    ):  # the state of a LambdaLR has no number of steps
+    if not all("lr_lambdas" in entry for entry in checkpoint["lr_schedulers"]):  # a LambdaLR stores no number of steps
         check_length(parts["schedule"], saved["trainer"], current["trainer"], named)
     _check_tokenizer(named, stored["tokenizer"], state["tokenizer"])
     _warn_of_other_rows(named, saved["seed"], current["seed"], changes["data"])

@@ -141,15 +141,15 @@ def summary(trainer: L.Trainer, module: TrainingModule, data: DataModule, traini
 
 def describe_training(module: TrainingModule, data: DataModule, optimizer: Part, schedule: Part) -> str:
     """Return the objective with the divisor of its sum, the optimizer, its frozen weights and decays, the schedule and the clipping."""
-    objective, clip = module.objective, module.options.clip
+    objective = module.objective
+    clip = module.options.clip
     loss = getattr(objective, "loss", getattr(objective, "func", objective))  # a loss of torch, or a partial function
     divisor = f"sum / {'rows' if unit_of(data.probe_batch(1)['labels']) == 'rows' else 'labels'} of a step"
     name = getattr(loss, "__name__", type(loss).__name__)
-    decay = describe_decay(module.make_optimizer(module.network), module.network)
     parts = (
         f"{name}, {divisor}",
         describe_part(optimizer),
-        decay,
+        describe_decay(module.make_optimizer(module.network), module.network),
         describe_part(schedule),
         f"clip {clip:g}" if clip else "no clip",
     )
@@ -297,11 +297,8 @@ def finish_wandb() -> Iterator[None]:
     try:
         yield
         code = 0
-    except ConfigError:
-        code = 2
-        raise
-    except KeyboardInterrupt:
-        code = 130
+    except (ConfigError, KeyboardInterrupt) as error:
+        code = 2 if isinstance(error, ConfigError) else 130
         raise
     except StoppedError as error:
         code = 128 + error.number

@@ -243,9 +243,9 @@ class Net:
         """
 
         def is_layer(module: nn.Module) -> bool:
-            kinds = {kind.__name__ for kind in type(module).__mro__}
-            theirs = "GradientCheckpointingLayer" in kinds  # transformers' layers, without importing it here
-            return type(module).__name__ in classes if classes else is_block(module) or theirs
+            # GradientCheckpointingLayer: the layers of transformers, without importing it here
+            kinds = [kind.__name__ for kind in type(module).__mro__]
+            return kinds[0] in classes if classes else is_block(module) or "GradientCheckpointingLayer" in kinds
 
         layers = [module for module in self.network.modules() if is_layer(module)]
         if missing := sorted(set(classes) - {type(module).__name__ for module in layers}):
@@ -566,8 +566,8 @@ def _check_kind(model: TransformerConfig, task: Task, fields: Mapping[str, Any])
         return
     kinds = [kind for kind in _MODELS_OF[task.kind] if (kind[0] == "vision") == ("image_size" in fields)]
     pair = model.architecture, model.head
-    actual, *possible = (f"model.architecture={kind} with model.head={head}" for kind, head in (pair, *kinds))
     if pair not in kinds:
+        actual, *possible = (f"model.architecture={kind} with model.head={head}" for kind, head in (pair, *kinds))
         raise ConfigError(f"{actual} does not fit {task.name}: it needs {' or '.join(possible)}")
 
 

@@ -244,10 +244,7 @@ def build_objective(part: Part) -> Objective:
         reduction == "sum",
         f"objective.reduction={reduction} must be sum: minitx divides by the number of targets of the whole step, on all devices",
     )
-    require(
-        ignored == IGNORED,
-        f"objective.ignore_index={ignored} must be {IGNORED}, the label of positions that do not count",
-    )
+    require(ignored == IGNORED, f"objective.ignore_index={ignored} must be {IGNORED}, the label of positions that do not count")
     return TorchLoss(objective)
 
 

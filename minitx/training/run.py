@@ -239,8 +239,7 @@ def check_evaluation(config: RunConfig, task: Task, net: Net) -> None:
     evaluation = config.evaluation
     if evaluation.test is not None and task.test is None:
         raise ConfigError(f"evaluation.test={evaluation.test}: the data has no test split")
-    is_rebuilt = evaluation.at_end and config.trainer.strategy == "sharded"
-    if is_rebuilt and config.model.is_object and net.stored_node is None:
+    if evaluation.at_end and config.trainer.strategy == "sharded" and config.model.is_object and net.stored_node is None:
         raise ConfigError("evaluation.at_end with trainer.strategy=sharded needs a model that the config can rebuild")
 
 

@@ -65,7 +65,6 @@ def build_trainer(
     place = place_of(options)
     plugins = [part.at(f"trainer.plugins[{i}]").build() for i, part in enumerate(options.plugins)]
     place["plugins"] += [checkpoints or AtomicCheckpointIO(), *plugins]
-    profiler = options.profiler and options.profiler.at("trainer.profiler").build(dirpath=folder, filename="profile")
     arguments = {
         **place,
         "max_steps": options.max_steps,
@@ -81,14 +80,14 @@ def build_trainer(
         "enable_progress_bar": any(isinstance(callback, L.callbacks.ProgressBar) for callback in callbacks),
         "enable_model_summary": False,
         "default_root_dir": folder,
-        "profiler": profiler,
+        "profiler": options.profiler and options.profiler.at("trainer.profiler").build(dirpath=folder, filename="profile"),
     }
     try:
         trainer = L.Trainer(**{**arguments, **options.extra})
     except Exception as error:
-        options_text = f"trainer.strategy={options.strategy} with trainer.accelerator={options.accelerator}"
         raise ConfigError(
-            f"{options_text} and trainer.devices={options.devices} cannot be used: {first_line(error)}"
+            f"trainer.strategy={options.strategy} with trainer.accelerator={options.accelerator} and trainer.devices={options.devices} "
+            f"cannot be used: {first_line(error)}"
         ) from error
     # Before every micro-batch, Lightning waits for the device and broadcasts whether SIGTERM was received. LastCheckpoint shares
     # signals at fewer steps. There is no public switch for this; pyproject.toml bounds the version of lightning.

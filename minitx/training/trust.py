@@ -21,10 +21,7 @@ OURS = (
 )
 """Classes of this package that a checkpoint may name."""
 
-BUILDERS = {
-    "model": frozenset([MODEL, "minitx.interop.hf_from_config"]),
-    "objective": frozenset([NODES["objective"]]),
-}
+BUILDERS = {"model": frozenset([MODEL, "minitx.interop.hf_from_config"]), "objective": frozenset([NODES["objective"]])}
 """Functions of this package that a checkpoint may name, by the key of their node, besides ``data_sets()``. They run no foreign code."""
 
 _ADVICE = "to build it anyway and run its code, set trust=true"

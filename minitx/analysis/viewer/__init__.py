@@ -142,7 +142,8 @@ def view(
     >>> page = view(weights, tokens={"query": ["the cat sat on it".split()]})
     """
     models: Mapping[str, Viewed] = model if isinstance(model, Mapping) else {"model": model}
-    traces, name_of = [], _namer(tokenizer)
+    traces = []
+    name_of = _namer(tokenizer)
     for name, viewed in models.items():
         if not isinstance(viewed, nn.Module):
             if inputs is not None:
@@ -165,7 +166,8 @@ def view(
         asked = _next_tokens(viewed, batch, name_of) if knock_out or tokenizer is not None else None
         snapshot = take_snapshot(viewed, placed, tokens=texts, asked=asked)
         if asked is None or not _sees_no_later(snapshot, asked.axis):
-            asked, snapshot = None, replace(snapshot, answers=None)
+            asked = None
+            snapshot = replace(snapshot, answers=None)
         if knock_out:
             snapshot = with_knock_outs(snapshot, viewed, placed, asked)
         traces.append(Trace(name, [snapshot.sentence(row)]))
@@ -215,7 +217,8 @@ def _next_tokens(model: nn.Module, batch: Mapping[str, Any], name_of: Callable[[
     axis, size = TARGET if TARGET in batch else SOURCE, stated(getattr(model, "config", None), "vocab_size", int)
     if size is None or axis not in batch:
         return None
-    asked, ids = next_tokens(axis, batch[axis].tolist(), name_of, size), batch[axis]
+    asked = next_tokens(axis, batch[axis].tolist(), name_of, size)
+    ids = batch[axis]
     masks = [batch[key] for key in MASKS_OF[axis] if getattr(batch.get(key), "shape", None) == ids.shape]
     real = [[*row, 0] for row in (masks[0] if masks else torch.ones_like(ids)).tolist()]
     rows = [

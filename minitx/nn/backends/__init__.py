@@ -118,7 +118,8 @@ class CallFacts(NamedTuple):
     @staticmethod
     def of(call: AttentionCall) -> CallFacts:
         B, H, L, S = call.shape
-        transformed, adds = bool(sdpa.transforms(call)), call.softcap is not None or call.sinks is not None
+        transformed = bool(sdpa.transforms(call))
+        adds = call.softcap is not None or call.sinks is not None
         sparse = call.mask is not None and call.mask.is_sparse
         if sparse:  # a window as long as the keys hides nothing
             mask = simplify(call.mask, L, S)
@@ -147,7 +148,7 @@ AUTO: tuple[tuple[Callable[[CallFacts], bool], Backend, str], ...] = (
     (lambda f: f.fused and f.on_cpu and _few_tiles(f), CHUNKED, "it skips hidden tiles, which torch's CPU kernel computes"),
     (lambda f: f.fused, SDPA, "torch's fused kernel supports it"),
     (
-        lambda f: f.num_queries > 1 and f.tiles_win(_plain_start(f)),
+        lambda f: f.num_queries > 1 and f.tiles_win(CHUNKED_FROM if f.call.dropout_p > 0.0 else CHUNKED_FROM_OVER_PLAIN),
         CHUNKED,
         "torch has no fused kernel; tiles beat its plain path",
     ),
@@ -157,10 +158,6 @@ AUTO: tuple[tuple[Callable[[CallFacts], bool], Backend, str], ...] = (
 
 def _few_tiles(facts: CallFacts) -> bool:
     return facts.tiles_win(CHUNKED_FROM) and chunked.share_of_tiles(facts.call) <= FEW_TILES
-
-
-def _plain_start(facts: CallFacts) -> int:
-    return CHUNKED_FROM if facts.call.dropout_p > 0.0 else CHUNKED_FROM_OVER_PLAIN
 
 
 def choose(call: AttentionCall, backend: str) -> tuple[Backend, str]:
@@ -293,7 +290,8 @@ def explain_backends(*tensors: Tensor, backend: str = "auto", **options: Any) ->
     -> math           can     it holds the whole L x S matrix; auto: torch's kernels have no soft-cap and no sinks
     """
     call = make_call(*tensors, **options)  # type: ignore[arg-type]
-    (chosen, why), reports = choose(call, backend), []
+    chosen, why = choose(call, backend)
+    reports = []
     for candidate in _REGISTRY.values():
         reason = candidate.why_not(call)
         slow = candidate.falls_back(call) if reason is None else None

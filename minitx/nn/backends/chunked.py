@@ -70,7 +70,8 @@ class Problem:
         bias_tensors: Sequence[Tensor],
     ) -> None:
         dtype = torch.promote_types(query.dtype, torch.float32)
-        self.settings, self.bias = settings, settings.make_bias(iter(bias_tensors))
+        self.settings = settings
+        self.bias = settings.make_bias(iter(bias_tensors))
         self.query, self.key, self.value = query.to(dtype) * settings.scale, key.to(dtype), value.to(dtype)
         self.sinks = None if sinks is None else sinks.to(dtype).view(-1, 1, 1)  # (H, 1, 1)
 
@@ -87,7 +88,8 @@ class Problem:
             visible = bias != -torch.inf if visible is None else visible & (bias != -torch.inf)
         key, value = hide_unseen(self.key[:, :, keys], visible), hide_unseen(self.value[:, :, keys], visible)
         logits = by_group(self.query[:, :, rows], key.mT)
-        capped, softcap = None, self.settings.softcap
+        capped = None
+        softcap = self.settings.softcap
         if softcap is not None:
             capped = logits = logits.div_(softcap).tanh_().mul_(softcap)
         if bias is not None:
@@ -155,7 +157,8 @@ def tiles(mask: Mask | None, shape: tuple[int, int, int, int], states: Tensor) -
     whole = (states == 2).numpy()
     plan: TilePlan = [(slice(row, min(row + height, L)), []) for row in range(0, L, height)]
     for row, column in states.nonzero().tolist():
-        strip, is_whole = plan[row][1], bool(whole[row][column])
+        strip = plan[row][1]
+        is_whole = bool(whole[row][column])
         start, stop = column * width, min((column + 1) * width, S)
         # one product for neighbours
         if strip and strip[-1][0].stop == start and stop - strip[-1][0].start <= merged_width:
@@ -171,7 +174,8 @@ def share_of_tiles(call: AttentionCall) -> float:
 
 
 def _states_of_call(call: AttentionCall) -> Tensor:
-    shape, device = call.shape, call.query.device
+    shape = call.shape
+    device = call.query.device
     if call.mask is None:
         return tile_states(None, shape, device)
     kept_for = shape, device, tile_sizes(call.mask, shape)
@@ -181,8 +185,8 @@ def _states_of_call(call: AttentionCall) -> Tensor:
 def by_group(left: Tensor, right: Tensor) -> Tensor:
     """(B, H, L, m) @ (B, Hkv, m, n) -> (B, H, L, n): query head h uses key head h // (H / Hkv)."""
     B, H, L, m = left.shape
-    folded = left.reshape(B, right.shape[1], -1, m)  # the heads of a group are rows of one product
-    return (folded @ right).view(B, H, L, right.shape[-1])
+    # the heads of a group are rows of one product
+    return (left.reshape(B, right.shape[1], -1, m) @ right).view(B, H, L, right.shape[-1])
 
 
 def over_group(left: Tensor, right: Tensor, num_kv_heads: int) -> Tensor:
@@ -278,11 +282,10 @@ class BiasGradient:
     """Sums the gradients of a bias over the tiles, into ``sums``: one sum for each tensor, None if it needs no gradient."""
 
     def __init__(self, problem: Problem, tensors: Sequence[Tensor], needs_grad: Sequence[bool]) -> None:
-        dtype, self.shape = problem.query.dtype, (*problem.query.shape[:3], problem.key.shape[2])
-        self.sums = [
-            torch.zeros_like(t, dtype=dtype) if needed else None for t, needed in zip(tensors, needs_grad, strict=True)
-        ]
-        leaves = [t.detach().to(dtype).requires_grad_(needed) for t, needed in zip(tensors, needs_grad, strict=True)]
+        self.shape = (*problem.query.shape[:3], problem.key.shape[2])
+        dtype = problem.query.dtype
+        self.sums = [torch.zeros_like(t, dtype=dtype) if needs else None for t, needs in zip(tensors, needs_grad, strict=True)]
+        leaves = [t.detach().to(dtype).requires_grad_(needs) for t, needs in zip(tensors, needs_grad, strict=True)]
         self.trainable = [leaf for leaf in leaves if leaf.requires_grad]
         self.bias = problem.settings.make_bias(iter(leaves))
 

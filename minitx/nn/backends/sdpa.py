@@ -70,8 +70,7 @@ def run(call: AttentionCall) -> Tensor:
             return reference_attention(call)
         plan = _plan(call)
     elif call.mask is not None:
-        kept_for = (query.shape, key.shape, query.dtype, query.device)
-        plan = call.mask.remember("sdpa", kept_for, _plan, call)
+        plan = call.mask.remember("sdpa", (query.shape, key.shape, query.dtype, query.device), _plan, call)
     if plan.hidden_keys is not None and not (_is_harmless(key) and _is_harmless(value)):
         key, value = key.masked_fill(plan.hidden_keys, 0.0), value.masked_fill(plan.hidden_keys, 0.0)
     if scale <= 0.0:
@@ -82,7 +81,8 @@ def run(call: AttentionCall) -> Tensor:
     device = query.device
     with _choice(device) if device.type == "cuda" else _NOTHING, full_precision(device) if _narrows(device) else _NOTHING:
         if group > 1 and plan.kernel_mask is not None and repeats_heads(device.type, group):
-            key, value, group = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1), 1
+            key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+            group = 1
         output = F.scaled_dot_product_attention(
             *(query, key, value),
             attn_mask=plan.kernel_mask,
@@ -158,7 +158,8 @@ def _plan(call: AttentionCall) -> KernelMask:
     float16.
     """
     _, _, L, S = call.shape
-    attn_bias, on_cpu, dtype = call.dense_bias(), call.query.device.type == "cpu", call.query.dtype
+    attn_bias = call.dense_bias()
+    dtype = call.query.dtype
     if attn_bias is None:
         mask = simplify(call.mask, L, S)
         if mask is None:
@@ -168,7 +169,8 @@ def _plan(call: AttentionCall) -> KernelMask:
         call = replace(call, mask=mask)
     visible = call.visible(attn_bias)
     assert visible is not None
-    some, seen = visible.any(-1, keepdim=True), visible_keys(visible, call.key.shape[1])
+    some = visible.any(-1, keepdim=True)
+    seen = visible_keys(visible, call.key.shape[1])
     looks = can_look(visible)
     all_rows, all_keys = looks and bool(some.all()), looks and bool(seen.all())
     kernel_mask = visible if all_rows else visible | ~some
@@ -177,7 +179,7 @@ def _plan(call: AttentionCall) -> KernelMask:
         limit = min(torch.finfo(dtype).max, torch.finfo(attn_bias.dtype).max)
         finite = attn_bias.masked_fill(attn_bias == -torch.inf, 0.0).clamp(-limit, limit).to(dtype)
         kernel_mask = torch.where(kernel_mask, finite, -torch.inf)
-    elif on_cpu:  # otherwise the kernel converts the bool mask in every layer
+    elif call.query.device.type == "cpu":  # otherwise the kernel converts the bool mask in every layer
         kernel_mask = torch.where(kernel_mask, torch.zeros((), dtype=dtype), -torch.inf)
     return KernelMask(False, kernel_mask, None if all_keys else ~seen, None if all_rows else ~some)
 
@@ -231,10 +233,10 @@ def falls_back(call: AttentionCall) -> str | None:
 
 def _loses_log_sum(call: AttentionCall) -> bool:
     """Whether a gradient is recorded and a row's largest bias exceeds ``LARGEST_BIAS``. False if reading the bias is not free."""
-    rule, inputs = call.attn_bias, (call.query, call.key, call.value)
+    rule = call.attn_bias
     if rule is None or (isinstance(rule, Bias) and not rule.may_hide):  # only a bias that hides keys has such numbers
         return False
-    if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)):
+    if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (call.query, call.key, call.value))):
         return False
     dense = call.dense_bias()
     assert dense is not None
@@ -267,7 +269,8 @@ def kernel_arguments(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, Tenso
     _, H, L, S = call.shape
     mask = simplify(call.mask, L, S)
     is_causal = type(mask) is Causal and L == S
-    key, value, placeholder = call.key, call.value, None
+    key, value = call.key, call.value
+    placeholder = None
     if call.attn_bias is not None or not (mask is None or is_causal):
         placeholder = call.query.new_empty(1, 1, 1, 1).expand(call.shape)
         if repeats_heads("cuda", H // key.shape[1]):
