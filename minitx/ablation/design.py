@@ -63,8 +63,9 @@ class ThresholdConfig(WindowConfig):
 
     def check(self) -> None:
         super().check()
-        if self.above == "minimum" and self.metric != "train_loss":
-            raise ConfigError(f"above=minimum is for metric=train_loss, got metric={self.metric}")
+        require(
+            self.above == "start" or self.metric == "train_loss", f"above=minimum needs metric=train_loss, got {self.metric}"
+        )
 
 
 Score = Literal["time", "loss", "accuracy", "equal"]
@@ -135,10 +136,6 @@ class StudyConfig(Config):
             _require_known("skip", skip, there, "the study")
             for key, levels in skip.items():
                 _require_known(f"skip.{key}", levels, there[key], "it")
-
-    def first_rate(self, arm: str) -> float | None:
-        """Return the rate at which the search of an arm starts, or None without a search, or if it starts at the rate of the config."""
-        return None if self.threshold is None else self.threshold.first[arm]
 
     @property
     def endpoints(self) -> tuple[str, ...]:

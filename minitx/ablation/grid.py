@@ -176,6 +176,15 @@ class Cell:
         }
 
 
+def of_experiment(grid: dict[str, Any], typed: str | None) -> dict[str, Any]:
+    """Return a grid with the typed experiment in place of ``experiment=???`` in the base of a study."""
+    for name, study in grid["studies"].items():
+        if "experiment=???" in (base := study.get("base", ())):
+            require(typed is not None, f"ablation.studies.{name} is for any experiment: add experiment=NAME")
+            study["base"] = [typed if word == "experiment=???" else word for word in base]
+    return grid
+
+
 def _in_quotes(path: str) -> str:
     """Return ``path`` in quotes for Hydra, where only the quote itself is escaped."""
     return '"' + path.replace('"', r"\"") + '"'
@@ -217,7 +226,9 @@ def cells(grid: AblationConfig, *, common: Sequence[str] = ()) -> list[Cell]:
                 "base": study.base,
                 f"arm {place.arm}": grid.arms[place.arm],
                 **{f"factor {factor}": of_level[factors[factor]] for factor, of_level in study.factors.items()},
-                "threshold": [f"optimizer.lr={first_rate:g}"] if (first_rate := study.first_rate(place.arm)) else [],
+                "threshold": [f"optimizer.lr={rate:g}"]
+                if study.threshold and (rate := study.threshold.first[place.arm])
+                else [],
                 "seeds": [f"seed={place.seed + NEW_DATA if first else place.seed}"],
                 "the command line or the lab itself": common,
             }

@@ -163,10 +163,11 @@ def build_grid(config: DictConfig, words: Sequence[str]) -> AblationConfig | Non
     if (node := OmegaConf.select(config, "ablation")) is None:
         return None
     from minitx.ablation.design import AblationConfig
+    from minitx.ablation.grid import of_experiment
 
     with explaining(words):
         values = plain(node)
-    grid = from_dict(AblationConfig, _of_experiment(values, by_key(words).get("experiment")), "ablation.")
+    grid = from_dict(AblationConfig, of_experiment(values, by_key(words).get("experiment")), "ablation.")
     bases = [study.base for study in grid.chosen().values()]
     common = for_cells(words)
     config_of_runs = composed([word for word in words if word in common or all(word in base for base in bases)])
@@ -177,15 +178,6 @@ def build_grid(config: DictConfig, words: Sequence[str]) -> AblationConfig | Non
             f"{name} is set outside of ablation, in a file of experiment= or --config-name, so the runs of the grid would not have "
             f"it: set it on the command line, or in ablation.studies.NAME.base",
         )
-    return grid
-
-
-def _of_experiment(grid: dict[str, Any], typed: str | None) -> dict[str, Any]:
-    """Return a grid with the typed experiment in place of ``experiment=???`` in the base of a study."""
-    for name, study in grid["studies"].items():
-        if "experiment=???" in (base := study.get("base", ())):
-            require(typed is not None, f"ablation.studies.{name} is for any experiment: add experiment=NAME")
-            study["base"] = [typed if word == "experiment=???" else word for word in base]
     return grid
 
 

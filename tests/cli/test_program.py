@@ -230,7 +230,9 @@ def test_a_plan_is_of_one_run_and_not_of_a_sweep(cli, place):
 
 @pytest.mark.slow
 def test_the_search_for_a_rate_resumes(cli, place):
-    words = "experiment=kv_lookup ablation=rate trainer.max_steps=12 ablation.studies.rate.threshold.bisections=1 data.val_size=16"
+    words = (
+        "experiment=kv_lookup ablation=rate trainer.max_steps=12 ablation.studies.rate.threshold.bisections=1 data.val_size=16"
+    )
     words += " model.embed_dim=8 model.num_heads=1 model.num_layers=1 ablation.workers=1 output_dir=grid"
     assert cli(*words.split()).code == 0
     first = (place / "grid" / "cells.jsonl").read_bytes()
