@@ -67,7 +67,6 @@ COMPOSED = {
 """Commands that are composed and checked, as ``train.py`` would, and not run."""
 
 ELSEWHERE = {
-    "docs/examples.md": "tests/examples/test_each_example.py",
     "docs/looking.md": "tests/docs/test_looking_page.py",
     "CONTRIBUTING.md": "tests/docs/test_recipes.py",
 }
