@@ -92,7 +92,11 @@ def table(names: tuple[str, ...] = (*NAMES, *BESIDE, *PARTLY, *REFUSED)) -> str:
     lines: dict[str, list[str]] = {}
     for name in names:
         lines.setdefault(row(name), []).append(name)
-    rows = [("families", "exceptions"), ("---", "---"), *((", ".join(found), exceptions) for exceptions, found in lines.items())]
+    rows = [
+        ("families", "exceptions"),
+        ("---", "---"),
+        *((", ".join(found), exceptions) for exceptions, found in lines.items()),
+    ]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
 
 
