@@ -435,7 +435,6 @@ def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
     *seeds, last = found["real adamw all seeds"]
     adamw, sgd, lost, large = (found[f"text {name}"] for name in ("adamw", "sgd", "loss gpt2", "loss lecun"))
     parts_of_text = {study: found[f"text {study} share"] for study in BOTH}
-    inits = [f"{found[f'steps {init}']:.1f}" for init in INITS[1:]]
     even, spread = found["even"], 128**1.5 * found["even"] ** 2  # √d_k · width · σ²
     parts = sorted(value for name, value in found.items() if name.endswith("rest over qk"))
     total = sum(found[f"limits {side}"] for side in ("below", "between", "above"))
@@ -444,8 +443,7 @@ def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
         "why_scale.md": [
             f"learns the lookup in {gpt2:.2f} ({gpt2:range}) times the steps of a model with it",
             f"With LeCun's weights it needs {lecun:.1f} ({lecun:range}) times the steps.",
-            f"deviation {', '.join(INITS[1:-1])} and {INITS[-1]} it needs {', '.join(inits[:-1])} and {inits[-1]} times (ten seeds)",
-            f"equally fast near {even:.3f}, where unscaled logits have a standard deviation of {spread:.1f}",
+            f"equally fast near a standard deviation of {even:.3f}, where unscaled logits have {spread:.1f}",
             f"the bounds are 3.36 and 11.3; measured are {adamw:.2f} ({adamw:range}) with AdamW and {sgd:.2f} ({sgd:range}) with SGD",
             f"measured are {parts_of_text['adamw']:.2f} ({parts_of_text['adamw']:range}) with AdamW and {parts_of_text['sgd']:.2f} "
             f"({parts_of_text['sgd']:range}) with SGD",
@@ -466,8 +464,7 @@ def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
         "why_scale.zh.md": [
             f"所需的步数是有缩放的 {gpt2:.2f} 倍（{gpt2:range}）",
             f"用 LeCun 的权重，则是 {lecun:.1f} 倍（{lecun:range}）",
-            f"标准差 {'、'.join(INITS[1:])} 时，分别是 {'、'.join(inits)} 倍（十个种子）",
-            f"标准差约为 {even:.3f} 时两者一样快，这时不缩放的 logits 的标准差是 {spread:.1f}",
+            f"标准差约为 {even:.3f} 时两者一样快，这时不缩放的 logit 的标准差是 {spread:.1f}",
             f"上界是 3.36 和 11.3；测得的是 AdamW {adamw:.2f}（{adamw:range}），SGD {sgd:.2f}（{sgd:range}）",
             f"测得的是 AdamW {parts_of_text['adamw']:.2f}（{parts_of_text['adamw']:range}），SGD {parts_of_text['sgd']:.2f}（{parts_of_text['sgd']:range}）",
             f"用 GPT-2 的权重损失高 {lost:.2f}（{lost:range}）nat，用 LeCun 的高 {large:.2f}（{large:range}）",
