@@ -509,7 +509,9 @@ def tables(found: dict[str, Any]) -> dict[str, list[str]]:
         for d_k in WIDTHS if study in BOTH else ():
             predicted, measured = found[f"{study} {d_k} formula"], found[f"{study} {d_k}"]
             bound = float(d_k) ** power
-            rows["formula"].append(f"| {name} | {d_k} | {bound:.2f} | {predicted:.2f} | {measured:.2f} ({measured:range}) |")
+            rows["formula"].append(
+                f"| {name.partition(',')[0]}, {d_k} | {bound:.2f} | {predicted:.2f} | {measured:.2f} ({measured:range}) |"
+            )
     return rows
 
 
