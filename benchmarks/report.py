@@ -76,16 +76,17 @@ def table(rows: list[Row]) -> str:
 
 
 def summary(rows: list[Row]) -> str:
-    """The range of the medians of several settings, and how many of them meet the target. ``results/`` has each."""
+    """The range of the medians of several settings, and how many of them miss the target. ``results/`` has each."""
     medians = [row["median"] for row in rows]
-    met = sum(verdict(row) == "met" for row in rows)
+    missed = sum(verdict(row) == "missed" for row in rows)
     settings = f"{len(rows)} settings, from {rows[0]['label']} to {rows[-1]['label']}"
-    return f"{settings}: {min(medians):.3f} to {max(medians):.3f}, {met} met"
+    return f"{settings}: {min(medians):.3f} to {max(medians):.3f}" + (f", **{missed} missed**" if missed else "")
 
 
 def value(row: Row) -> str:
-    """The median with its interval, † where the control does not hold, and whether the target is met."""
-    return f"{spread(row)}{'' if row.get('control_holds', True) else ' †'}, {verdict(row)}"
+    """The median with its interval, † where the control does not hold, and whether the target is missed."""
+    missed = ", **missed**" if verdict(row) == "missed" else ""
+    return f"{spread(row)}{'' if row.get('control_holds', True) else ' †'}{missed}"
 
 
 def machine(run: Row) -> str:
@@ -97,7 +98,7 @@ def machine(run: Row) -> str:
 
 def told(run: Row) -> str:
     """When and how a run was recorded."""
-    return f"`{run['command']}`, {run['threads']} thread{'s' * (run['threads'] > 1)}; {run['date']}, commit {run['commit']}"
+    return f"`{run['command']}`, {run['threads']} thread{'s' * (run['threads'] > 1)}; {run['date']}"
 
 
 def between(text: str, new: str) -> str:

@@ -123,12 +123,13 @@ def test_the_committed_page_is_what_the_recorded_files_give(load):
 def test_settings_are_left_out_only_where_they_equal_those_of_the_line_above(load):
     run = {"hardware": "machine", "versions": {}, "command": "c", "threads": 1, "date": "d", "commit": "e"}
     row = {"target": "P5", "median": 2.0, "low": 2.0, "high": 2.0, "wanted": ">= 1.0", "run": run}
+    slow = {"median": 0.5, "low": 0.5, "high": 0.5}
     rows = [{**row, "what": what, "label": label} for label in ("short", "long") for what in ("a", "b")]
-    lines = load("report").table([*rows, {**row, "what": "c", "label": "long"}]).splitlines()
+    lines = load("report").table([*rows, {**row, **slow, "what": "c", "label": "long"}]).splitlines()
     a, b, c = (line for line in lines if line.startswith("| P5 "))
-    assert a == "| P5 a, ≥ 1.0 | short: 2.000, met<br>long: 2.000, met |"
-    assert b == "| P5 b, ≥ 1.0 | 2.000, met<br>2.000, met |"
-    assert c == "| P5 c, ≥ 1.0 | long: 2.000, met |"
+    assert a == "| P5 a, ≥ 1.0 | short: 2.000<br>long: 2.000 |"
+    assert b == "| P5 b, ≥ 1.0 | 2.000<br>2.000 |"
+    assert c == "| P5 c, ≥ 1.0 | long: 0.500, **missed** |"
 
 
 def test_a_slow_first_call_makes_no_block_shorter(harness, monkeypatch):

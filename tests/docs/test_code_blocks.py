@@ -67,7 +67,6 @@ COMPOSED = {
 """Commands that are composed and checked, as ``train.py`` would, and not run."""
 
 ELSEWHERE = {
-    "docs/examples.md": "tests/examples/test_each_example.py",
     "docs/looking.md": "tests/docs/test_looking_page.py",
     "CONTRIBUTING.md": "tests/docs/test_recipes.py",
 }
@@ -76,7 +75,6 @@ ELSEWHERE = {
 TEXT = "In the beginning was the Word, and the Word was with God, and the Word was God.\n"
 ANSWER = {"role": "assistant", "content": "yes"}
 STORIES = [f'{{"text": "story {n} of the cat and the hat"}}' for n in range(40)]
-TREES = "1\tthe\t_\t_\t_\t_\t2\tdet\t_\t_\n2\tword\t_\t_\t_\t_\t3\tnsubj\t_\t_\n3\twas\t_\t_\t_\t_\t0\troot\t_\t_\n\n"
 
 
 # What the pages presume: files of the reader's own, and runs that are made before
@@ -142,7 +140,6 @@ PRESUMED: dict[str, Callable[[Path], object] | str] = {
     "train.en": lines(*(f"this is {n}" for n in range(40))),
     **{f"{split}.de": lines(*(f"das ist {n}" for n in range(40, 49))) for split in ("val", "test")},
     **{f"{split}.en": lines(*(f"this is {n}" for n in range(40, 49))) for split in ("val", "test")},
-    "trees.conllu": lines(TREES * 7),
     "FOLDER": their_gpt2,
     "OTHER": their_gpt2,
     "folder": their_gpt2,
@@ -156,8 +153,6 @@ PRESUMED: dict[str, Callable[[Path], object] | str] = {
     "dates": "experiment=translate_dates callbacks=probe callbacks.probe.weights_every=1",
     "scaled": "experiment=kv_lookup callbacks=probe callbacks.probe.weights_every=1",
     "unscaled": "experiment=kv_lookup model.scale=unscaled callbacks=probe callbacks.probe.weights_every=1",
-    "runs/char_lm/...": "char",
-    "last.ckpt": "char/checkpoints/last.ckpt",
     "mine, yours.txt": "my.txt",
     "conf": yaml_of("docs/configuring.md", "experiment/mine.yaml"),
     "mine": yaml_of("docs/ablation.md", "ablation/my_qk_norm.yaml"),
@@ -167,7 +162,7 @@ PRESUMED: dict[str, Callable[[Path], object] | str] = {
 }
 """What a page speaks of as there: how it is made, or the overrides of a short run, or where on this shelf it is copied from."""
 
-NAMING = r"(?:^|^(?:--config-dir|ckpt_path|model|model\.path|compare|output_dir|conllu|init_from\.path|data\.tokenizer|data\.\w*path)=\"?|,)"
+NAMING = r"(?:^|^(?:--config-dir|ckpt_path|model|model\.path|compare|output_dir|init_from\.path|data\.tokenizer|data\.\w*path)=\"?|,)"
 """What stands before a path in an argument."""
 
 SLOW = [f"docs/{name}.md" for name in ("ablation", "attention", "configuring", "looking", "training", "weights")]

@@ -972,6 +972,7 @@ def test_an_argument_that_changes_the_answer_and_that_no_core_takes_is_refused(o
 
 
 @pytest.mark.release
+@pytest.mark.filterwarnings("ignore:.*counts the padding on the left")
 @pytest.mark.parametrize("name", [*NAMES, *BESIDE, *PARTLY, *REFUSED])
 def test_the_page_says_of_each_family_what_is_measured(name):
     from tests.tools.families_table import on_the_page, row

@@ -435,10 +435,7 @@ def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
     *seeds, last = found["real adamw all seeds"]
     adamw, sgd, lost, large = (found[f"text {name}"] for name in ("adamw", "sgd", "loss gpt2", "loss lecun"))
     parts_of_text = {study: found[f"text {study} share"] for study in BOTH}
-    implied = [f"{(found[f'text {study}'].median - 1) / (128 ** OPTIMIZERS[study][1] - 1):.2f}" for study in BOTH]
-    inits = [f"{found[f'steps {init}']:.1f}" for init in INITS[1:]]
     even, spread = found["even"], 128**1.5 * found["even"] ** 2  # √d_k · width · σ²
-    low = {study: f"{found[f'{study} 8']:.2f}" for study in ("adamw", "sgd")}
     parts = sorted(value for name, value in found.items() if name.endswith("rest over qk"))
     total = sum(found[f"limits {side}"] for side in ("below", "between", "above"))
     (a, *_, b), (c, *_, d) = (sorted(found[f"{study} {d_k} over the sum"] for d_k in WIDTHS) for study in ("adamw", "sgd"))
@@ -446,20 +443,16 @@ def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
         "why_scale.md": [
             f"learns the lookup in {gpt2:.2f} ({gpt2:range}) times the steps of a model with it",
             f"With LeCun's weights it needs {lecun:.1f} ({lecun:range}) times the steps.",
-            f"deviation {', '.join(INITS[1:-1])} and {INITS[-1]} it needs {', '.join(inits[:-1])} and {inits[-1]} times (ten seeds)",
-            f"equally fast near {even:.3f}, where unscaled logits have a standard deviation of {spread:.1f}",
+            f"equally fast near a standard deviation of {even:.3f}, where unscaled logits have {spread:.1f}",
             f"the bounds are 3.36 and 11.3; measured are {adamw:.2f} ({adamw:range}) with AdamW and {sgd:.2f} ({sgd:range}) with SGD",
             f"measured are {parts_of_text['adamw']:.2f} ({parts_of_text['adamw']:range}) with AdamW and {parts_of_text['sgd']:.2f} "
             f"({parts_of_text['sgd']:range}) with SGD",
-            f"a share of W_Q and W_K of {implied[0]} and {implied[1]}",
-            f"the formula gives {found['text adamw formula']:.2f} and {found['text sgd formula']:.2f}",
             f"loses {lost:.2f} ({lost:range}) nats with GPT-2's weights, and {large:.2f} ({large:range}) with LeCun's",
             f"its best rate is {found['text rates gpt2']:.0f} times smaller",
             f"the formula gives {found['real sgd formula']:.2f}, and {real:.2f} ({real:range}) is measured",
             f"With W_Q and W_K alone it is {alone:.1f}",
             f"With AdamW the formula gives {found['real adamw formula']:.2f}, and {found['real adamw all']:.2f} is measured "
             f"({', '.join(seeds)} and {last} in the three seeds); alone it is {found['real adamw qk']:.2f}",
-            f"is {low['adamw']} times smaller with AdamW and {low['sgd']} times with SGD",
             f"η_QK is {parts[0]:.1f} to {parts[-1]:.1f} times smaller than η_R",
             f"η\\* is {a:.2f} to {b:.2f} times this sum's prediction with AdamW, and {c:.2f} to {d:.2f} times with SGD",
             f"Of {total} searches {found['limits between']} lie between the two, {found['limits below']} below and {found['limits above']} above",
@@ -471,19 +464,15 @@ def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
         "why_scale.zh.md": [
             f"所需的步数是有缩放的 {gpt2:.2f} 倍（{gpt2:range}）",
             f"用 LeCun 的权重，则是 {lecun:.1f} 倍（{lecun:range}）",
-            f"标准差 {'、'.join(INITS[1:])} 时，分别是 {'、'.join(inits)} 倍（十个种子）",
-            f"标准差约为 {even:.3f} 时两者一样快，这时不缩放的 logits 的标准差是 {spread:.1f}",
+            f"标准差约为 {even:.3f} 时两者一样快，这时不缩放的 logit 的标准差是 {spread:.1f}",
             f"上界是 3.36 和 11.3；测得的是 AdamW {adamw:.2f}（{adamw:range}），SGD {sgd:.2f}（{sgd:range}）",
             f"测得的是 AdamW {parts_of_text['adamw']:.2f}（{parts_of_text['adamw']:range}），SGD {parts_of_text['sgd']:.2f}（{parts_of_text['sgd']:range}）",
-            f"W_Q 和 W_K 的份额应为 {implied[0]} 和 {implied[1]}",
-            f"公式给出 {found['text adamw formula']:.2f} 和 {found['text sgd formula']:.2f}",
             f"用 GPT-2 的权重损失高 {lost:.2f}（{lost:range}）nat，用 LeCun 的高 {large:.2f}（{large:range}）",
             f"最佳学习率小到 1/{found['text rates gpt2']:.0f}",
             f"公式给出 {found['real sgd formula']:.2f}，测得 {real:.2f}（{real:range}）",
             f"只训练 W_Q 和 W_K 时是 {alone:.1f}",
             f"用 AdamW 时公式给出 {found['real adamw formula']:.2f}，测得 {found['real adamw all']:.2f}"
             f"（三个种子分别为 {'、'.join([*seeds, last])}），只训练 W_Q 和 W_K 时是 {found['real adamw qk']:.2f}",
-            f"在 AdamW 下只缩小到 1/{low['adamw']}，在 SGD 下缩小到 1/{low['sgd']}",
             f"η_QK 是 η_R 的 1/{parts[0]:.1f} 到 1/{parts[-1]:.1f}",
             f"AdamW 下 η\\* 是它给出的值的 {a:.2f} 到 {b:.2f} 倍，SGD 下是 {c:.2f} 到 {d:.2f} 倍",
             f"{total} 次搜索中有 {found['limits between']} 次在两者之间，{found['limits below']} 次低于下界，{found['limits above']} 次高于上界",
@@ -520,7 +509,9 @@ def tables(found: dict[str, Any]) -> dict[str, list[str]]:
         for d_k in WIDTHS if study in BOTH else ():
             predicted, measured = found[f"{study} {d_k} formula"], found[f"{study} {d_k}"]
             bound = float(d_k) ** power
-            rows["formula"].append(f"| {name} | {d_k} | {bound:.2f} | {predicted:.2f} | {measured:.2f} ({measured:range}) |")
+            rows["formula"].append(
+                f"| {name.partition(',')[0]}, {d_k} | {bound:.2f} | {predicted:.2f} | {measured:.2f} ({measured:range}) |"
+            )
     return rows
 
 

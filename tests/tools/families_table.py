@@ -74,29 +74,37 @@ CELLS: dict[str, Callable[[str], str]] = {
 }
 
 
-def row(name: str) -> tuple[str, ...]:
-    """The cells of one family."""
+USUAL = {"`check`": "`auto`", "padding": "left, right"}
+"""What the page leaves out, beside ``yes``."""
+
+
+def row(name: str) -> str:
+    """What is not as usual with one family; empty for none."""
     if name in REFUSED:
         held = holds(checks.test_a_model_whose_attention_is_not_replaced_or_not_rightly_is_refused_and_given_back, name)
-        return ("refused" if held == "yes" else "no", *[""] * (len(CELLS) - 1))
-    return tuple(cell(name) for cell in CELLS.values())
+        return "refused" if held == "yes" else "not refused"
+    cells = {column: cell(name) for column, cell in CELLS.items()}
+    return "; ".join(f"{column}: {cell}" for column, cell in cells.items() if cell != USUAL.get(column, "yes"))
 
 
 def table(names: tuple[str, ...] = (*NAMES, *BESIDE, *PARTLY, *REFUSED)) -> str:
-    """The table, with one line for the families whose cells are equal."""
-    lines: dict[tuple[str, ...], list[str]] = {}
+    """The table, with one line for the families that are alike."""
+    lines: dict[str, list[str]] = {}
     for name in names:
         lines.setdefault(row(name), []).append(name)
-    head = ["families", *CELLS]
-    rows = [head, ["---"] * len(head), *([", ".join(found), *cells] for cells, found in lines.items())]
+    rows = [
+        ("families", "exceptions"),
+        ("---", "---"),
+        *((", ".join(found), exceptions) for exceptions, found in lines.items()),
+    ]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
 
 
-def on_the_page() -> dict[str, tuple[str, ...]]:
-    """The cells of each family on the page."""
+def on_the_page() -> dict[str, str]:
+    """The exceptions of each family on the page."""
     _, _, *lines = FOUND.search(PAGE.read_text(encoding="utf-8"))[0].splitlines()  # type: ignore[index]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return {name: tuple(cells) for names, *cells in rows for name in names.split(", ")}
+    return {name: exceptions for names, exceptions in rows for name in names.split(", ")}
 
 
 if __name__ == "__main__":
