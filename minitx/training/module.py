@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from minitx.config import IGNORED, ConfigError, Part, TrainerConfig
-from minitx.config.schema import require
+from minitx.config.schema import first_line, require
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Batch, Task, seed_device
 from minitx.nn.precision import widest_float
@@ -34,6 +34,7 @@ from minitx.training.devices import (
     largest_of_all,
     local_parts,
     set_gradient_sync,
+    share_buffers,
     sum_over_rows,
     total_norm,
 )
@@ -135,7 +136,12 @@ class TrainingModule(L.LightningModule):
         if self.device_mesh is not None and not any(map(is_sharded, self.network.parameters())):
             from minitx.training.sharding import parallelize
 
-            parallelize(self.network, self.device_mesh["data_parallel"], self.net.layers(self.options.shard))
+            layers = self.net.layers(self.options.shard)
+            try:
+                parallelize(self.network, self.device_mesh["data_parallel"], layers)
+            except ValueError as error:
+                reason = first_line(error).partition(". ")[0]
+                raise ConfigError(f"trainer.shard={[*self.options.shard]} cannot be used: {reason}") from error
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.network)
@@ -208,6 +214,8 @@ class TrainingModule(L.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         accumulate, rank, world = self.trainer.accumulate_grad_batches, self.trainer.global_rank, self.trainer.world_size
         micro, self._micro = self._micro, self._micro + 1
+        if not micro:
+            share_buffers(self.trainer, self)
         if self.reached is not None:
             self.reached.clear()
         set_gradient_sync(self.network, (batch_idx + 1) % accumulate == 0)
@@ -279,9 +287,11 @@ class TrainingModule(L.LightningModule):
 
     def on_validation_start(self) -> None:
         self.raise_if_nonfinite()
-        if self.options.strategy == "sharded":  # as in DDP: batch-norm statistics differ between processes
-            for buffer in self.network.buffers():
-                torch.distributed.broadcast(buffer, src=0)
+
+    def on_validation_epoch_start(self) -> None:
+        share_buffers(self.trainer, self)  # here, because averages have taken the place of the weights
+
+    on_test_epoch_start = on_validation_epoch_start
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         sums = validation_sums(self.sums(batch), batch["labels"])

@@ -38,7 +38,7 @@ class Sharded(ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint into the sharded model and optimizers."""
         assert self.model is not None
-        checkpoint = read_checkpoint(self.broadcast(checkpoint_path))
+        checkpoint = read_checkpoint(checkpoint_path)
         whole = StateDictOptions(full_state_dict=True)
         load_whole(self.model, checkpoint["state_dict"])
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):

@@ -200,7 +200,8 @@ def place_of(options: TrainerConfig) -> dict[str, Any]:
 
         strategy = Sharded(options.world_size)
     elif options.strategy.startswith("ddp") or options.world_size > 1:
-        strategy = DDPStrategy(gradient_as_bucket_view=True, find_unused_parameters=options.strategy == FIND_UNUSED)
+        unused = options.strategy == FIND_UNUSED
+        strategy = DDPStrategy(gradient_as_bucket_view=True, broadcast_buffers=False, find_unused_parameters=unused)
     where = {"accelerator": options.accelerator, "devices": options.devices, "num_nodes": options.num_nodes}
     return {**where, "strategy": strategy, "plugins": plugins, "precision": precision}
 

@@ -28,7 +28,7 @@ PARTS = 12
 SLOW = 4
 """The part of the points without compiler that the slow tier has."""
 
-PROCESSES = {"place": "ddp_cpu|ddp_unused|fsdp"}
+PROCESSES = {"place": "!one|pretended"}
 
 QUICK_OF_SEVERAL = ("place=ddp_cpu processes=2 ends=term accumulate=2 data=noisy user=callback objective=own",)
 """Points of the default tier in one pair of processes."""
@@ -47,7 +47,6 @@ SLOW_OF_SEVERAL = (
 
 BESIDE = {
     "num_nodes": "several machines",
-    "shard": "names of classes: tests/training/test_devices.py",
     "plugins": "objects for Lightning: tests/training/test_parts.py",
     "threads": "each run has one",
     "plan": "nothing is trained: tests/training/test_plan.py",
