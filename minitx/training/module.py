@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from minitx.config import IGNORED, ConfigError, Part, TrainerConfig
-from minitx.config.schema import first_line, require
+from minitx.config.schema import require
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Batch, Task, seed_device
 from minitx.nn.precision import widest_float
@@ -136,12 +136,7 @@ class TrainingModule(L.LightningModule):
         if self.device_mesh is not None and not any(map(is_sharded, self.network.parameters())):
             from minitx.training.sharding import parallelize
 
-            layers = self.net.layers(self.options.shard)
-            try:
-                parallelize(self.network, self.device_mesh["data_parallel"], layers)
-            except ValueError as error:
-                reason = first_line(error).partition(". ")[0]
-                raise ConfigError(f"trainer.shard={[*self.options.shard]} cannot be used: {reason}") from error
+            parallelize(self.network, self.device_mesh["data_parallel"], self.net.layers(self.options.shard))
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.network)
@@ -208,7 +203,12 @@ class TrainingModule(L.LightningModule):
                 "set it to null"
             )
         hidden = self._hidden_of(self.net.inputs(batch))
-        weight, *bias = local_parts(list(head.parameters()))
+        weight, *bias = head.parameters()
+        require(
+            not is_sharded(weight),
+            f"objective.chunk_tokens={self.objective.chunk_tokens} needs the whole head, but trainer.shard={[*self.options.shard]} "
+            "shards it alone: set it to null",
+        )
         return self.objective.of_hidden(hidden, weight, bias[0] if bias else None, batch)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:

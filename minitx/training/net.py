@@ -239,7 +239,7 @@ class Net:
         """Return the modules that FSDP shards one by one, innermost first: modules of ``classes``, by default the layers of the network.
 
         Raises:
-            ConfigError: there are no such modules.
+            ConfigError: there are no such modules, or one shares a weight with another part of the network.
         """
 
         def is_layer(module: nn.Module) -> bool:
@@ -253,6 +253,16 @@ class Net:
         if not layers:
             raise ConfigError(
                 f"trainer.strategy=sharded does not know the layers of {type(self.network).__name__}: set trainer.shard=[CLASS]"
+            )
+        modules = self.network.named_modules(remove_duplicate=False)
+        units = {"": self.network} | {path: module for path, module in modules if module in layers}
+        homes: dict[nn.Parameter, tuple[str, nn.Module]] = {}
+        for name, weight in self.network.named_parameters(remove_duplicate=False):
+            unit = units[max((path for path in units if name.startswith(f"{path}.")), key=len, default="")]
+            other, home = homes.setdefault(weight, (name, unit))
+            require(
+                unit is home,
+                f"trainer.shard={[*classes]}: {other} and {name} are one weight, and must be in one module of these",
             )
         return layers[::-1]
 

@@ -313,6 +313,8 @@ class Run:
         lines = [BASE, *(values[point[axis]] for axis, values in AXES.items())]
         if network == "ours":
             lines.append(SHAPES.get(data, ""))
+            if self.point["place"] == "fsdp_named" and data not in TIED:
+                lines.append("model.tie_embeddings=false")
         elif network in OF_TRANSFORMERS:
             kind = "LlamaForSequenceClassification" if data == "classify" else "LlamaForCausalLM"
             lines.append(f"model.path={llama(kind, 0.1 if dropout else 0.0)}")
@@ -1259,6 +1261,9 @@ SHARDED = ("none", "early", "top_k", "evaluated", "tested")
 """What a sharded model can be asked."""
 
 SHARDED_PLACES = "fsdp|fsdp_named"
+TIED = ("masked", "classify", "pictures")
+"""Data whose model keeps one matrix for embeddings and head with ``trainer.shard``, or has no such head."""
+
 ALONE = {"place": "one", "processes": "1"}
 PRETENDED = {"place": "pretended"}
 OWN_STATISTICS = {"network": "normed"}
@@ -1370,6 +1375,8 @@ REFUSALS = (
     Refusal({"optimizer": "two_modes"}, "has other weights for evaluation than for training"),
     Refusal({"files": "torn"}, "has a carriage return within line 21"),
     Refusal({"place": "fsdp", "network": "own|normed"}, "does not know the layers of (OwnModel|Normed)"),
+    Refusal({"place": "fsdp_named", "network": "ours", "data": "masked"}, "and head.weight are one weight"),
+    Refusal({"place": "fsdp_named", "objective": "chunked|smoothed_chunked"}, "needs the whole head, but trainer.shard"),
     Refusal({"place": SHARDED_PLACES, "optimizer": "muon"}, "needs whole matrices"),
     Refusal({"place": SHARDED_PLACES, "asked": "probe|film|samples|ema|ema_tested"}, "whole weights"),
 )
