@@ -128,8 +128,8 @@ def train_in_a_rank(words: list[str], folder: Path, point: Point) -> Outcome:
         pretend.register()
     del run_parts.RECORDS[:]
     before, outcome = runs.state_of_the_process(), Outcome()
-    is_first = os.environ["RANK"] == "0" if "RANK" in os.environ else True
-    _LATE[:] = [point["late"]] if is_first == (point["late"] == "writing") else []
+    is_first = os.environ.get("RANK", "0") == "0"
+    _LATE[:] = [(point["late"], runs.expected_steps(point))] if is_first == (point["late"] == "writing") else []
     _note_written_files(folder)
     try:
         with runs._surroundings(point):
@@ -155,8 +155,8 @@ _WRITTEN: list[str] = []
 
 _FOLDERS: list[str] = []
 
-_LATE: list[str] = []
-"""What this process does later than the others: ``writing`` or ``reading`` the files of the run."""
+_LATE: list[tuple[str, int]] = []
+"""What this process does later than the others (``writing`` or ``reading`` the files of the run), and the number of steps."""
 
 DELAY = 0.1
 """Seconds by which a process opens a file later: long enough for another one that does not wait to be there first."""
@@ -175,8 +175,14 @@ def _note(event: str, arguments: tuple[Any, ...]) -> None:
         names = [str(path).removeprefix(folder) for folder in _FOLDERS if str(path).startswith(folder)]
         writes = bool((mode or "").strip("brt") or (mode is None and flags & (os.O_WRONLY | os.O_RDWR)))
         _WRITTEN.extend(names if writes else ())
-        if names and ("writing" if writes else "reading") in _LATE:
+        if names and any(how == ("writing" if writes else "reading") and _begins_or_ends(steps) for how, steps in _LATE):
             time.sleep(DELAY)
+
+
+def _begins_or_ends(steps: int) -> bool:
+    """Whether a run of so many steps has read no batch yet, or is in its last step. In between, its steps keep processes together."""
+    batches = [batch for record in run_parts.RECORDS[-1:] for batch in record.batches]
+    return not batches or batches[-1][0] + 1 >= steps
 
 
 def together(records: list[Record]) -> Record | None:
