@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
+import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
@@ -200,8 +201,10 @@ def place_of(options: TrainerConfig) -> dict[str, Any]:
 
         strategy = Sharded(options.world_size)
     elif options.strategy.startswith("ddp") or options.world_size > 1:
-        unused = options.strategy == FIND_UNUSED
-        strategy = DDPStrategy(gradient_as_bucket_view=True, broadcast_buffers=False, find_unused_parameters=unused)
+        # share_buffers instead; torch 2.13 has renamed this argument
+        no_buffers = parameter_names(torch.nn.parallel.DistributedDataParallel) & {"forward_sync_buffers", "broadcast_buffers"}
+        options_of_ddp = {max(no_buffers): False, "find_unused_parameters": options.strategy == FIND_UNUSED}
+        strategy = DDPStrategy(gradient_as_bucket_view=True, **options_of_ddp)
     where = {"accelerator": options.accelerator, "devices": options.devices, "num_nodes": options.num_nodes}
     return {**where, "strategy": strategy, "plugins": plugins, "precision": precision}
 
