@@ -142,6 +142,7 @@ PLACES["pretended"] = "trainer.accelerator=pretend"  # tests/pretend.py
 OF_THE_USER = {
     "none": "",
     "callback": f"+callbacks.counter._target_={PARTS}.Counter",
+    "looker": f"+callbacks.looker._target_={PARTS}.Looker",
     "logger": f"+logger.diary._target_={PARTS}.Diary",
 }
 OPTIONS = {
@@ -1349,6 +1350,7 @@ MEANINGLESS: tuple[dict[str, str], ...] = (
         "optimizer": "sgd",
         "precision": "bf16-true",
     },  # the CPU's fused SGD, which torch 2.13 computes wrongly
+    {**OURS_ALONE, "user": "looker"},
     {**OURS_ALONE, "checkpointing": "yes"},  # keys of our models
     {**OURS_ALONE, "rules": "frozen|factor"},
     {**OURS_ALONE, "start": "folded"},
