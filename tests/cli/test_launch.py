@@ -222,13 +222,6 @@ def test_a_second_job_in_the_folder_of_two_processes_is_refused_and_changes_noth
     assert losses(tmp_path / "run") == whole
 
 
-@pytest.mark.slow
-def test_a_folder_that_no_process_can_create_is_refused_in_a_sentence(tmp_path):
-    (tmp_path / "file").touch()
-    code, _, err = run([*OF_EIGHT, "output_dir=file/run"], tmp_path, PYTHONPATH=str(ROOT))
-    assert (code, len(err.splitlines())) == (2, 1) and "file/run cannot be written: Not a directory" in err, err
-
-
 @pytest.mark.parametrize("other", [-signal.SIGTERM, 128 + signal.SIGTERM, 3])
 def test_a_killed_process_is_the_reason_also_where_all_end_in_one_second(other, tmp_path):
     for victim in (0, 1):

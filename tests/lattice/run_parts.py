@@ -59,7 +59,7 @@ class Normed(OwnModel):
         x = self.embed(input_ids)
         if self.training:
             self.mean.lerp_(x.detach().mean((0, 1)), 0.5)
-        x = self.batch_norm(x.mT).mT + self.mean
+        x = self.batch_norm(x.flatten(0, 1)).view_as(x) + self.mean
         return self.head(self.norm(x + self.drop(self.inner(x).tanh())))
 
 

@@ -160,6 +160,30 @@ def test_a_row_without_targets_makes_no_parameter_unused():
     assert module.options.strategy == "ddp_find_unused_parameters_true"
 
 
+@pytest.mark.slow
+def test_every_process_refuses_a_folder_that_it_cannot_create(tmp_path):
+    (tmp_path / "file").touch()
+    for kind, message in run_ranks(2, outcome, tmp_path / "file" / "run", Pooled, total, devices=2, strategy="ddp"):
+        assert kind == "ConfigError"
+        assert message.endswith("file/run cannot be written: Not a directory")
+
+
+def in_detail(folder):
+    """What torch says with ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` if the second process leaves out a layer."""
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    torch.distributed.set_debug_level_from_env()
+    late, place = functools.partial(Late, (1,), instead=False), {"strategy": "sharded", "shard": ("Linear",)}
+    with pytest.raises(RuntimeError) as caught:
+        outcome(folder, late, total, devices=2, max_steps=5, **place)
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_torch_names_the_operations_of_processes_that_leave_out_different_layers(tmp_path):
+    for message in run_ranks(2, in_detail, tmp_path / "run"):
+        assert message.startswith("Detected mismatch between collectives on ranks")
+
+
 def of_two_machines(folder):
     """What a run says if the second process has a processor without bfloat16."""
     with mock.patch("minitx.training.trainer.cpu_precision", return_value="32-true" if rank() else "bf16-mixed"):
