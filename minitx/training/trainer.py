@@ -203,8 +203,8 @@ def place_of(options: TrainerConfig) -> dict[str, Any]:
     elif options.strategy.startswith("ddp") or options.world_size > 1:
         # share_buffers instead; torch 2.13 has renamed this argument
         no_buffers = parameter_names(torch.nn.parallel.DistributedDataParallel) & {"forward_sync_buffers", "broadcast_buffers"}
-        options_of_ddp = {max(no_buffers): False, "find_unused_parameters": options.strategy == FIND_UNUSED}
-        strategy = DDPStrategy(gradient_as_bucket_view=True, **options_of_ddp)
+        ddp: dict[str, Any] = {max(no_buffers): False, "find_unused_parameters": options.strategy == FIND_UNUSED}
+        strategy = DDPStrategy(gradient_as_bucket_view=True, **ddp)
     where = {"accelerator": options.accelerator, "devices": options.devices, "num_nodes": options.num_nodes}
     return {**where, "strategy": strategy, "plugins": plugins, "precision": precision}
 

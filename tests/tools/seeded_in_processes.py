@@ -284,7 +284,21 @@ def ask_tests(fault: Fault) -> dict[str, Any]:
 def _failing_test(fault: Fault) -> list[str]:
     plant(fault)
     reports = Reports()
-    pytest.main(["tests/training/test_several_processes.py", "-x", "-q", "-n0", "-m", "", "-p", "no:cacheprovider"], [reports])
+    pytest.main(
+        [
+            "tests/training/test_several_processes.py",
+            "-x",
+            "-q",
+            "-n0",
+            "-m",
+            "",
+            "-p",
+            "no:cacheprovider",
+            "-W",
+            "ignore::pytest.PytestAssertRewriteWarning",
+        ],
+        [reports],
+    )
     return reports.failed
 
 
