@@ -410,21 +410,6 @@ def largest_of_all(trainer: L.Trainer, *numbers: int) -> list[int]:
     return largest.tolist()
 
 
-@torch.no_grad()
-def share_buffers(trainer: L.Trainer, module: nn.Module) -> None:
-    """Give every process the buffers of the first, which a checkpoint contains. This is a collective operation.
-
-    DDP's own broadcast is not used: it leaves out the step after a validation, although averages were exchanged with the weights there.
-    """
-    buffers = [*module.buffers()] if trainer.world_size > 1 else []
-    if buffers:
-        parts = [buffer.flatten().view(torch.uint8) for buffer in buffers]
-        together = torch.cat(parts)
-        torch.distributed.broadcast(together, src=0)
-        for buffer, part in zip(buffers, together.split([len(part) for part in parts]), strict=True):
-            buffer.copy_(part.clone().view(buffer.dtype).view_as(buffer))  # a copy, because a view must be aligned
-
-
 def set_gradient_sync(network: nn.Module, enabled: bool) -> None:
     """Make FSDP reduce gradients only after the last micro-batch of a step, as in DDP, instead of after every backward pass."""
     if set_sync := getattr(network, "set_requires_gradient_sync", None):  # an FSDPModule

@@ -34,7 +34,6 @@ from minitx.training.devices import (
     largest_of_all,
     local_parts,
     set_gradient_sync,
-    share_buffers,
     sum_over_rows,
     total_norm,
 )
@@ -134,9 +133,9 @@ class TrainingModule(L.LightningModule):
 
     def configure_model(self) -> None:
         if self.device_mesh is not None and not any(map(is_sharded, self.network.parameters())):
-            from minitx.training.sharding import parallelize
+            from minitx.training.sharding import layers_of, parallelize
 
-            parallelize(self.network, self.device_mesh["data_parallel"], self.net.layers(self.options.shard))
+            parallelize(self.network, self.device_mesh["data_parallel"], layers_of(self.network, self.options.shard))
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.network)
@@ -206,8 +205,7 @@ class TrainingModule(L.LightningModule):
         weight, *bias = head.parameters()
         require(
             not is_sharded(weight),
-            f"objective.chunk_tokens={self.objective.chunk_tokens} needs the whole head, but trainer.shard={[*self.options.shard]} "
-            "shards it alone: set it to null",
+            f"objective.chunk_tokens: trainer.shard={self.options.shard[0]} shards the head: set it to null",
         )
         return self.objective.of_hidden(hidden, weight, bias[0] if bias else None, batch)
 
@@ -215,7 +213,7 @@ class TrainingModule(L.LightningModule):
         accumulate, rank, world = self.trainer.accumulate_grad_batches, self.trainer.global_rank, self.trainer.world_size
         micro, self._micro = self._micro, self._micro + 1
         if not micro:
-            share_buffers(self.trainer, self)
+            self._share_buffers()
         if self.reached is not None:
             self.reached.clear()
         set_gradient_sync(self.network, (batch_idx + 1) % accumulate == 0)
@@ -288,10 +286,13 @@ class TrainingModule(L.LightningModule):
     def on_validation_start(self) -> None:
         self.raise_if_nonfinite()
 
-    def on_validation_epoch_start(self) -> None:
-        share_buffers(self.trainer, self)  # here, because averages have taken the place of the weights
+    def _share_buffers(self) -> None:
+        if self.trainer.world_size > 1:  # here, because averages have taken the place of the weights
+            from minitx.training.sharding import share_buffers
 
-    on_test_epoch_start = on_validation_epoch_start
+            share_buffers(self)
+
+    on_validation_epoch_start = on_test_epoch_start = _share_buffers
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         sums = validation_sums(self.sums(batch), batch["labels"])

@@ -24,7 +24,6 @@ from minitx.config.training import MODEL
 from minitx.data.lightning_data import FIRST_INPUT, lightning_base, overrides
 from minitx.data.task import Batch, Task, seed_device, without_targets
 from minitx.nn.arguments import Arguments
-from minitx.nn.blocks import is_block
 from minitx.nn.changes import changes_of, hooked_modules
 from minitx.nn.modes import evaluating
 
@@ -234,37 +233,6 @@ class Net:
         if part.is_object:
             return {"_target_": f"{type(self.network).__module__}.{type(self.network).__qualname__}"}
         return {**{name: value for name, value in fields.items() if name in part.names}, **part.plain()}
-
-    def layers(self, classes: Sequence[str] = ()) -> list[nn.Module]:
-        """Return the modules that FSDP shards one by one, innermost first: modules of ``classes``, by default the layers of the network.
-
-        Raises:
-            ConfigError: there are no such modules, or one shares a weight with another part of the network.
-        """
-
-        def is_layer(module: nn.Module) -> bool:
-            kinds = {kind.__name__ for kind in type(module).__mro__}
-            theirs = "GradientCheckpointingLayer" in kinds  # transformers' layers, without importing it here
-            return type(module).__name__ in classes if classes else is_block(module) or theirs
-
-        layers = [module for module in self.network.modules() if is_layer(module)]
-        if missing := sorted(set(classes) - {type(module).__name__ for module in layers}):
-            raise ConfigError(f"trainer.shard={missing[0]} is not the class of any module of {type(self.network).__name__}")
-        if not layers:
-            raise ConfigError(
-                f"trainer.strategy=sharded does not know the layers of {type(self.network).__name__}: set trainer.shard=[CLASS]"
-            )
-        modules = self.network.named_modules(remove_duplicate=False)
-        units = {"": self.network} | {path: module for path, module in modules if module in layers}
-        homes: dict[nn.Parameter, tuple[str, nn.Module]] = {}
-        for name, weight in self.network.named_parameters(remove_duplicate=False):
-            unit = units[max((path for path in units if name.startswith(f"{path}.")), key=len, default="")]
-            other, home = homes.setdefault(weight, (name, unit))
-            require(
-                unit is home,
-                f"trainer.shard={[*classes]}: {other} and {name} are one weight, and must be in one module of these",
-            )
-        return layers[::-1]
 
     @property
     def head(self) -> nn.Module | None:

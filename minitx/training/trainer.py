@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
-import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
@@ -22,7 +21,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.plugins import DoublePrecision, MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 
 from minitx.config import ConfigError, TrainerConfig
 from minitx.config.part import parameter_names
@@ -31,7 +30,6 @@ from minitx.config.training import REPLACED
 from minitx.training.checkpoints import read_checkpoint, write_checkpoint
 from minitx.training.devices import cpu_precision, device_of
 from minitx.training.metrics_csv import MetricsFile
-from minitx.training.module import FIND_UNUSED
 
 
 class AtomicCheckpointIO(CheckpointIO):
@@ -196,15 +194,10 @@ def place_of(options: TrainerConfig) -> dict[str, Any]:
     elif precision == "bf16-mixed":  # for unknown devices Lightning would use CUDA's autocast
         plugins, precision = [*plugins, MixedPrecision("bf16-mixed", device.type)], None
     strategy: Strategy = SingleDeviceStrategy(device)  # for unknown devices Lightning would use the CPU
-    if options.strategy == "sharded":
-        from minitx.training.sharding import Sharded
+    if options.world_size > 1 or options.strategy != "auto":
+        from minitx.training import sharding
 
-        strategy = Sharded(options.world_size)
-    elif options.strategy.startswith("ddp") or options.world_size > 1:
-        # share_buffers instead; torch 2.13 has renamed this argument
-        no_buffers = parameter_names(torch.nn.parallel.DistributedDataParallel) & {"forward_sync_buffers", "broadcast_buffers"}
-        ddp: dict[str, Any] = {max(no_buffers): False, "find_unused_parameters": options.strategy == FIND_UNUSED}
-        strategy = DDPStrategy(gradient_as_bucket_view=True, **ddp)
+        strategy = sharding.Sharded(options.world_size) if options.strategy == "sharded" else sharding.ddp(options)
     where = {"accelerator": options.accelerator, "devices": options.devices, "num_nodes": options.num_nodes}
     return {**where, "strategy": strategy, "plugins": plugins, "precision": precision}
 

@@ -1378,7 +1378,7 @@ REFUSALS = (
     Refusal({"files": "torn"}, "has a carriage return within line 21"),
     Refusal({"place": "fsdp", "network": "own|normed"}, "does not know the layers of (OwnModel|Normed)"),
     Refusal({"place": "fsdp_named", "network": "ours", "data": "masked"}, "and head.weight are one weight"),
-    Refusal({"place": "fsdp_named", "objective": "chunked|smoothed_chunked"}, "needs the whole head, but trainer.shard"),
+    Refusal({"place": "fsdp_named", "objective": "chunked|smoothed_chunked"}, "shards the head"),
     Refusal({"place": SHARDED_PLACES, "optimizer": "muon"}, "needs whole matrices"),
     Refusal({"place": SHARDED_PLACES, "asked": "probe|film|samples|ema|ema_tested"}, "whole weights"),
 )

@@ -21,9 +21,8 @@ from minitx.data.datamodule import open_data
 from minitx.data.task import Task
 from minitx.training import optimizers
 from minitx.training.memory_plan import build_without_numbers, fake_processes, show_plan
-from minitx.training.net import Net
 from minitx.training.run import train
-from minitx.training.sharding import parallelize
+from minitx.training.sharding import layers_of, parallelize
 
 EMA = {"ema": {"_target_": "lightning.pytorch.callbacks.EMAWeightAveraging", "decay": 0.5}}
 
@@ -237,7 +236,7 @@ def numel_of_parts(config, count, rank):
     """The elements that a process holds of each parameter."""
     network = build_without_numbers(config.model, open_data(config.data, config.trainer))
     with fake_processes(count, rank) as mesh:
-        parallelize(network, mesh, Net.of(network).layers())
+        parallelize(network, mesh, layers_of(network))
         return {name: here(parameter).numel() for name, parameter in network.named_parameters()}
 
 
