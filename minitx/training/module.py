@@ -205,7 +205,7 @@ class TrainingModule(L.LightningModule):
         weight, *bias = head.parameters()
         require(
             not is_sharded(weight),
-            f"objective.chunk_tokens: trainer.shard={self.options.shard[0]} shards the head: set it to null",
+            f"objective.chunk_tokens: trainer.shard={[*self.options.shard]} shards the head: set it to null",
         )
         return self.objective.of_hidden(hidden, weight, bias[0] if bias else None, batch)
 
