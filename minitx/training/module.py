@@ -287,7 +287,8 @@ class TrainingModule(L.LightningModule):
         self.raise_if_nonfinite()
 
     def _share_buffers(self) -> None:
-        if self.trainer.world_size > 1:  # here, because averages have taken the place of the weights
+        """Give all processes the buffers of the first. Before a validation, averages have taken the place of the weights already."""
+        if self.trainer.world_size > 1:
             from minitx.training.sharding import share_buffers
 
             share_buffers(self)
