@@ -14,22 +14,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from minitx.config import TrainerConfig
 from minitx.config.part import parameter_names
 from minitx.config.schema import require
 from minitx.nn.blocks import is_block
 from minitx.training.checkpoints import read_checkpoint
 from minitx.training.devices import part_of
-from minitx.training.module import FIND_UNUSED
 
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
-def ddp(options: TrainerConfig) -> DDPStrategy:
+def ddp(*, find_unused: bool) -> DDPStrategy:
     """Return Lightning's strategy for DDP, without its broadcast of buffers (``share_buffers``)."""
     # torch 2.13 has renamed this argument
     no_buffers = max(parameter_names(DistributedDataParallel) & {"forward_sync_buffers", "broadcast_buffers"})
-    arguments: dict[str, Any] = {no_buffers: False, "find_unused_parameters": options.strategy == FIND_UNUSED}
+    arguments: dict[str, Any] = {no_buffers: False, "find_unused_parameters": find_unused}
     return DDPStrategy(gradient_as_bucket_view=True, **arguments)
 
 

@@ -30,6 +30,7 @@ from minitx.config.training import REPLACED
 from minitx.training.checkpoints import read_checkpoint, write_checkpoint
 from minitx.training.devices import cpu_precision, device_of
 from minitx.training.metrics_csv import MetricsFile
+from minitx.training.module import FIND_UNUSED
 
 
 class AtomicCheckpointIO(CheckpointIO):
@@ -197,7 +198,8 @@ def place_of(options: TrainerConfig) -> dict[str, Any]:
     if options.world_size > 1 or options.strategy != "auto":
         from minitx.training import sharding
 
-        strategy = sharding.Sharded(options.world_size) if options.strategy == "sharded" else sharding.ddp(options)
+        is_sharded, find_unused = options.strategy == "sharded", options.strategy == FIND_UNUSED
+        strategy = sharding.Sharded(options.world_size) if is_sharded else sharding.ddp(find_unused=find_unused)
     where = {"accelerator": options.accelerator, "devices": options.devices, "num_nodes": options.num_nodes}
     return {**where, "strategy": strategy, "plugins": plugins, "precision": precision}
 
