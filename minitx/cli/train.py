@@ -179,7 +179,7 @@ def run_on_devices(config: RunConfig, folder: Path) -> float:
 
     import_modules(config.imports)  # one of them may register the accelerator
     check_count(config.trainer)
-    check_free(folder, config.ckpt_path)  # here, because the other processes would wait for the first
+    check_free(folder, config.ckpt_path)  # sooner than in the processes, which check it, too
     launch([f"--config-name={HydraConfig.get().job.config_name}", *command_words()], config.trainer.world_size, folder)
     return value_of(json.loads((folder / "result.json").read_text(encoding="utf-8")), config.optimized_metric)
 

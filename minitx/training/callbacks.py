@@ -27,6 +27,7 @@ from minitx.nn.transfer import to_host
 from minitx.training import StoppedError, stop_signals
 from minitx.training.devices import largest_of_all, memory_mb, peak_tflops, sum_over_rows
 from minitx.training.loggers import unit_of
+from minitx.training.metrics_csv import MetricsFile
 from minitx.training.module import NonFiniteError, TrainingModule
 from minitx.training.window import Window
 
@@ -87,6 +88,9 @@ class StepLog(StepCallback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         check_processes(trainer)
+        for logger in trainer.loggers if stage == "fit" else ():
+            if isinstance(logger, MetricsFile):
+                logger.begin()
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.started = self._mark = time.perf_counter()

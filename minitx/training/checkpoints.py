@@ -32,7 +32,6 @@ from minitx.data.lightning_data import load_task
 from minitx.data.task import Task
 from minitx.data.tokenizers import Tokenizer
 from minitx.nn.changes import joined
-from minitx.training import rank
 from minitx.training.devices import device_of
 from minitx.training.net import Net, network_of
 from minitx.training.objectives import Objective, build_objective
@@ -207,12 +206,12 @@ def load_weights(network: nn.Module, weights: Mapping[str, Any]) -> None:
 
 
 def check_free(folder: Path, ckpt_path: str | None) -> None:
-    """Check, in the process of rank 0, that a run does not overwrite another run.
+    """Check that a run does not overwrite another run. ``metrics.csv`` appears only when all processes of a run have checked this.
 
     Raises:
         ConfigError: the folder contains a run, and ``ckpt_path`` is neither ``last`` nor a file in it.
     """
-    if rank() or ckpt_path == "last" or not (folder / "metrics.csv").exists():
+    if ckpt_path == "last" or not (folder / "metrics.csv").exists():
         return
     if ckpt_path is None or not _is_in(folder, ckpt_path):
         other = "" if ckpt_path is None else f", and ckpt_path={ckpt_path} is not a checkpoint of that run"

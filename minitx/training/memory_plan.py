@@ -33,7 +33,7 @@ from minitx.training.loggers import describe_part
 from minitx.training.net import Net, build_network
 from minitx.training.optimizers import build_optimizer, check_strategy, describe_decay
 from minitx.training.run import build_all, check_evaluation, log_on_rank_zero, with_objects
-from minitx.training.sharding import parallelize
+from minitx.training.sharding import layers_of, parallelize
 from minitx.training.trainer import quiet_lightning
 
 
@@ -134,7 +134,7 @@ def make_plan(network: nn.Module, optimizer: Part, options: TrainerConfig, callb
         network.to(torch.bfloat16)
     if options.strategy != "sharded":
         return _plan_of(network, optimizer, options.strategy, copies)
-    layers = Net.of(network).layers(options.shard)
+    layers = layers_of(Net.of(network).network, options.shard)
     with fake_processes(options.world_size) as mesh:
         parallelize(network, mesh, layers)
         return _plan_of(network, optimizer, options.strategy, copies)

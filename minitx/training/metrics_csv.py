@@ -49,12 +49,13 @@ class MetricsFile(Logger):
         super().__init__()
         self.path = path
         self._columns, self._row, self._others = list(COLUMNS), dict[str, Any](), dict[str, Any]()
-        self._begin(start_step)
+        self._start_step = start_step
 
     @rank_zero_only
-    def _begin(self, start_step: int) -> None:
+    def begin(self) -> None:
+        """Create the file, or remove rows. Before this, all processes must have checked that the folder contains no other run."""
         rows = read_metrics(self.path) if self.path.exists() else []
-        self._write([row for row in rows if row["step"] <= start_step])
+        self._write([row for row in rows if row["step"] <= self._start_step])
 
     @property
     def name(self) -> str:

@@ -133,9 +133,9 @@ class TrainingModule(L.LightningModule):
 
     def configure_model(self) -> None:
         if self.device_mesh is not None and not any(map(is_sharded, self.network.parameters())):
-            from minitx.training.sharding import parallelize
+            from minitx.training.sharding import layers_of, parallelize
 
-            parallelize(self.network, self.device_mesh["data_parallel"], self.net.layers(self.options.shard))
+            parallelize(self.network, self.device_mesh["data_parallel"], layers_of(self.network, self.options.shard))
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.network)
@@ -202,12 +202,18 @@ class TrainingModule(L.LightningModule):
                 "set it to null"
             )
         hidden = self._hidden_of(self.net.inputs(batch))
-        weight, *bias = local_parts(list(head.parameters()))
+        weight, *bias = head.parameters()
+        require(
+            not is_sharded(weight),
+            f"objective.chunk_tokens: trainer.shard={[*self.options.shard]} shards the head: set it to null",
+        )
         return self.objective.of_hidden(hidden, weight, bias[0] if bias else None, batch)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         accumulate, rank, world = self.trainer.accumulate_grad_batches, self.trainer.global_rank, self.trainer.world_size
         micro, self._micro = self._micro, self._micro + 1
+        if not micro:
+            self._share_buffers()
         if self.reached is not None:
             self.reached.clear()
         set_gradient_sync(self.network, (batch_idx + 1) % accumulate == 0)
@@ -279,9 +285,15 @@ class TrainingModule(L.LightningModule):
 
     def on_validation_start(self) -> None:
         self.raise_if_nonfinite()
-        if self.options.strategy == "sharded":  # as in DDP: batch-norm statistics differ between processes
-            for buffer in self.network.buffers():
-                torch.distributed.broadcast(buffer, src=0)
+
+    def _share_buffers(self) -> None:
+        """Give all processes the buffers of the first. Before a validation, averages have taken the place of the weights already."""
+        if self.trainer.world_size > 1:
+            from minitx.training.sharding import share_buffers
+
+            share_buffers(self)
+
+    on_validation_epoch_start = on_test_epoch_start = _share_buffers
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         sums = validation_sums(self.sums(batch), batch["labels"])

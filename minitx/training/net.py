@@ -24,7 +24,6 @@ from minitx.config.training import MODEL
 from minitx.data.lightning_data import FIRST_INPUT, lightning_base, overrides
 from minitx.data.task import Batch, Task, seed_device, without_targets
 from minitx.nn.arguments import Arguments
-from minitx.nn.blocks import is_block
 from minitx.nn.changes import changes_of, hooked_modules
 from minitx.nn.modes import evaluating
 
@@ -234,27 +233,6 @@ class Net:
         if part.is_object:
             return {"_target_": f"{type(self.network).__module__}.{type(self.network).__qualname__}"}
         return {**{name: value for name, value in fields.items() if name in part.names}, **part.plain()}
-
-    def layers(self, classes: Sequence[str] = ()) -> list[nn.Module]:
-        """Return the modules that FSDP shards one by one, innermost first: modules of ``classes``, by default the layers of the network.
-
-        Raises:
-            ConfigError: there are no such modules.
-        """
-
-        def is_layer(module: nn.Module) -> bool:
-            # GradientCheckpointingLayer: the layers of transformers, without importing it here
-            kinds = [kind.__name__ for kind in type(module).__mro__]
-            return kinds[0] in classes if classes else is_block(module) or "GradientCheckpointingLayer" in kinds
-
-        layers = [module for module in self.network.modules() if is_layer(module)]
-        if missing := sorted(set(classes) - {type(module).__name__ for module in layers}):
-            raise ConfigError(f"trainer.shard={missing[0]} is not the class of any module of {type(self.network).__name__}")
-        if not layers:
-            raise ConfigError(
-                f"trainer.strategy=sharded does not know the layers of {type(self.network).__name__}: set trainer.shard=[CLASS]"
-            )
-        return layers[::-1]
 
     @property
     def head(self) -> nn.Module | None:

@@ -158,7 +158,6 @@ class Run:
             if trainer.world_size == 1 and distributed.is_initialized():
                 distributed.destroy_process_group()  # the next run of this process makes its own
             raise
-        trainer.strategy.barrier()  # an evaluation may read files that the first process writes
         for line in early_end(trainer):
             log_on_rank_zero(line)
         return None

@@ -7,17 +7,28 @@ from typing import Any
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from minitx.config.part import parameter_names
+from minitx.config.schema import require
+from minitx.nn.blocks import is_block
 from minitx.training.checkpoints import read_checkpoint
 from minitx.training.devices import part_of
 
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def ddp(*, find_unused: bool) -> DDPStrategy:
+    """Return Lightning's strategy for DDP, without its broadcast of buffers (``share_buffers``)."""
+    # torch 2.13 has renamed this argument
+    no_buffers = max(parameter_names(DistributedDataParallel) & {"forward_sync_buffers", "broadcast_buffers"})
+    arguments: dict[str, Any] = {no_buffers: False, "find_unused_parameters": find_unused}
+    return DDPStrategy(gradient_as_bucket_view=True, **arguments)
 
 
 class Sharded(ModelParallelStrategy):
@@ -38,7 +49,7 @@ class Sharded(ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint into the sharded model and optimizers."""
         assert self.model is not None
-        checkpoint = read_checkpoint(self.broadcast(checkpoint_path))
+        checkpoint = read_checkpoint(checkpoint_path)
         whole = StateDictOptions(full_state_dict=True)
         load_whole(self.model, checkpoint["state_dict"])
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
@@ -81,11 +92,59 @@ def load_whole(network: nn.Module, state: Mapping[str, Tensor]) -> None:
         local.copy_(part_of(state[name].to(local.device, local.dtype), local))
 
 
+def layers_of(network: nn.Module, classes: Sequence[str] = ()) -> list[nn.Module]:
+    """Return the modules that FSDP shards one by one, innermost first: modules of ``classes``, by default the layers of the network.
+
+    Raises:
+        ConfigError: there are no such modules, or one shares a weight with another part of the network.
+    """
+
+    def is_layer(module: nn.Module) -> bool:
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        theirs = "GradientCheckpointingLayer" in kinds  # transformers' layers, without importing it here
+        return type(module).__name__ in classes if classes else is_block(module) or theirs
+
+    name = type(network).__name__
+    layers = [module for module in network.modules() if is_layer(module)]
+    missing = sorted(set(classes) - {type(module).__name__ for module in layers})
+    require(not missing, f"trainer.shard={', '.join(missing[:1])} is not the class of any module of {name}")
+    require(bool(layers), f"trainer.strategy=sharded does not know the layers of {name}: set trainer.shard=[CLASS]")
+    _check_shared(network, layers, classes)
+    return layers[::-1]
+
+
+def _check_shared(network: nn.Module, layers: Sequence[nn.Module], classes: Sequence[str]) -> None:
+    modules = network.named_modules(remove_duplicate=False)
+    units = {"": network} | {path: module for path, module in modules if module in layers}
+    homes: dict[nn.Parameter, tuple[str, nn.Module]] = {}
+    for name, weight in network.named_parameters(remove_duplicate=False):
+        unit = units[max((path for path in units if name.startswith(f"{path}.")), key=len, default="")]
+        other, home = homes.setdefault(weight, (name, unit))
+        require(
+            unit is home, f"trainer.shard={[*classes]}: {other} and {name} are one weight, and must be in one module of these"
+        )
+
+
 def parallelize(network: nn.Module, mesh: DeviceMesh, layers: Sequence[nn.Module]) -> None:
     """Shard ``layers``, innermost first, and then the rest of ``network``, in place, with FSDP2 (Zhao et al. 2023, arXiv:2304.11277)."""
     for layer in layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(network, mesh=mesh)
+
+
+@torch.no_grad()
+def share_buffers(module: nn.Module) -> None:
+    """Give every process the buffers of the first, which a checkpoint contains. This is a collective operation.
+
+    DDP's own broadcast is not used: it leaves out the step after a validation, although averages were exchanged with the weights there.
+    """
+    buffers = [*module.buffers()]
+    if buffers:
+        parts = [buffer.flatten().view(torch.uint8) for buffer in buffers]
+        together = torch.cat(parts)
+        torch.distributed.broadcast(together, src=0)
+        for buffer, part in zip(buffers, together.split([len(part) for part in parts]), strict=True):
+            buffer.copy_(part.clone().view(buffer.dtype).view_as(buffer))  # a copy, because a view must be aligned
 
 
 def fix_buckets(model: nn.Module | None) -> None:

@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.plugins import DoublePrecision, MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 
 from minitx.config import ConfigError, TrainerConfig
 from minitx.config.part import parameter_names
@@ -194,12 +194,11 @@ def place_of(options: TrainerConfig) -> dict[str, Any]:
     elif precision == "bf16-mixed":  # for unknown devices Lightning would use CUDA's autocast
         plugins, precision = [*plugins, MixedPrecision("bf16-mixed", device.type)], None
     strategy: Strategy = SingleDeviceStrategy(device)  # for unknown devices Lightning would use the CPU
-    if options.strategy == "sharded":
-        from minitx.training.sharding import Sharded
+    if options.world_size > 1 or options.strategy != "auto":
+        from minitx.training import sharding
 
-        strategy = Sharded(options.world_size)
-    elif options.strategy.startswith("ddp") or options.world_size > 1:
-        strategy = DDPStrategy(gradient_as_bucket_view=True, find_unused_parameters=options.strategy == FIND_UNUSED)
+        is_sharded, find_unused = options.strategy == "sharded", options.strategy == FIND_UNUSED
+        strategy = sharding.Sharded(options.world_size) if is_sharded else sharding.ddp(find_unused=find_unused)
     where = {"accelerator": options.accelerator, "devices": options.devices, "num_nodes": options.num_nodes}
     return {**where, "strategy": strategy, "plugins": plugins, "precision": precision}
 

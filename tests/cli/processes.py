@@ -1,6 +1,7 @@
 """The programs in processes of their own, as a user starts them."""
 
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import lightning.pytorch as L
 
-from tests.waiting import PATIENCE
+from tests.waiting import PATIENCE, wait_for
 
 ROOT = Path(__file__).parents[2]
 OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_JOB_NAME")
@@ -28,6 +29,31 @@ class Slow(L.Callback):
 
     def on_train_batch_start(self, *_: object) -> None:
         time.sleep(0.1)
+
+
+class FullDisk(L.Callback):
+    """From step 5 on, the first process can write no file beyond 8 KiB."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: object) -> None:
+        if trainer.global_step == 4 and trainer.is_global_zero:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2**13, resource.RLIM_INFINITY))
+
+
+class Moved(L.Callback):
+    """In step 5, the last process renames the folder of the run."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: object) -> None:
+        folder = Path(trainer.default_root_dir)
+        if trainer.global_step == 4 and trainer.global_rank == trainer.world_size - 1:
+            folder.rename(folder.with_name("moved"))
+
+
+class Waiting(L.Callback):
+    """Waits in step 5 for a file ``go`` beside the folder of the run."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: object) -> None:
+        if trainer.global_step == 4:
+            wait_for(Path(trainer.default_root_dir).with_name("go").exists)
 
 
 def start(

@@ -112,6 +112,15 @@ def test_a_run_of_several_processes_is_resumed_in_its_folder_and_not_repeated_th
     assert len(launched) == 1
 
 
+@pytest.mark.parametrize("number", ["0", "1"])
+def test_each_task_of_srun_refuses_the_folder_of_another_run_without_waiting_for_the_first(cli, place, place_of, number):
+    place_of(SLURM_JOB_ID="7", SLURM_STEP_ID="3", SLURM_NTASKS="2", SLURM_JOB_NAME="train", SLURM_PROCID=number)
+    (place / "run").mkdir()
+    (place / "run" / "metrics.csv").write_text("step\n1\n")
+    said = cli(*TINY, "output_dir=run")
+    assert said.code == 2 and "ckpt_path=last" in said.err
+
+
 def test_a_process_whose_launcher_is_gone_stops_as_by_sigterm(monkeypatch):
     parents, stopped = iter([1, 1, 2]), threading.Event()
     monkeypatch.setattr(os, "getppid", lambda: next(parents))
@@ -162,6 +171,55 @@ def test_a_run_whose_process_dies_or_that_is_preempted_ends_in_a_sentence_and_re
     code, _, err = run([*words, "output_dir=whole"], tmp_path)
     assert code == 0, err
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+OF_EIGHT = (*TINY, "trainer.max_steps=8", "trainer.log_every=1", "trainer.ckpt_every=2", "imports=[tests.cli.processes]")
+
+
+def hit_by(callback):
+    """Words for a callback of ``tests.cli.processes``."""
+    return [*OF_EIGHT, f"+callbacks.hit._target_=tests.cli.processes.{callback}"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The losses of a run of eight steps in two processes."""
+    folder = tmp_path_factory.mktemp("whole")
+    code, _, err = run([*OF_EIGHT, "output_dir=run"], folder, PYTHONPATH=str(ROOT))
+    assert code == 0, err
+    return losses(folder / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("callback", "reason"),
+    [
+        ("FullDisk", "last.ckpt could not be written: File too large; the previous checkpoint is intact"),
+        ("Moved", "metrics.csv"),
+    ],
+)
+def test_a_full_disk_and_a_folder_that_is_gone_end_all_processes_in_a_sentence_and_lose_no_step(
+    tmp_path, whole, callback, reason
+):
+    code, _, err = run([*hit_by(callback), "output_dir=run"], tmp_path, PYTHONPATH=str(ROOT))
+    assert (code, len(err.splitlines())) == (3, 1) and reason in err, err
+    folder = next(path.parent.name for path in tmp_path.glob("*/metrics.csv"))
+    code, _, err = run([*OF_EIGHT, f"output_dir={folder}", "ckpt_path=last"], tmp_path, PYTHONPATH=str(ROOT))
+    assert code == 0, err
+    assert losses(tmp_path / folder) == whole
+
+
+@pytest.mark.slow
+def test_a_second_job_in_the_folder_of_two_processes_is_refused_and_changes_nothing(tmp_path, whole):
+    metrics = tmp_path / "run" / "metrics.csv"
+    first = start([*hit_by("Waiting"), "output_dir=run"], tmp_path, PYTHONPATH=str(ROOT))
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") == 5, first)
+    code, _, err = run([*OF_EIGHT, "output_dir=run", "ckpt_path=last"], tmp_path, PYTHONPATH=str(ROOT))
+    assert (code, len(err.splitlines())) == (2, 1) and "another process is training in this folder" in err, err
+    (tmp_path / "go").touch()
+    _, err = first.communicate(timeout=PATIENCE)
+    assert first.returncode == 0, err
+    assert losses(tmp_path / "run") == whole
 
 
 @pytest.mark.parametrize("other", [-signal.SIGTERM, 128 + signal.SIGTERM, 3])

@@ -451,7 +451,6 @@ def _shard(model: nn.Module) -> None:
     """Shard a model as a run with ``trainer.strategy=fsdp`` does, over the one process of a group."""
     from torch.distributed.device_mesh import DeviceMesh
 
-    from minitx.training.net import Net
-    from minitx.training.sharding import parallelize
+    from minitx.training.sharding import layers_of, parallelize
 
-    parallelize(model, DeviceMesh("cpu", [0]), Net.of(model).layers())
+    parallelize(model, DeviceMesh("cpu", [0]), layers_of(model))

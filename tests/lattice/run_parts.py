@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from minitx.analysis import capture, intervene
 from minitx.data.task import Task
 from tests.lattice.inside import network_of
 
@@ -41,6 +42,24 @@ class OwnModel(nn.Module):
 
     def forward(self, input_ids: Tensor, key_mask: Tensor | None = None) -> Tensor:
         x = self.embed(input_ids)
+        return self.head(self.norm(x + self.drop(self.inner(x).tanh())))
+
+
+class Normed(OwnModel):
+    """A model whose forward pass in training changes buffers: running statistics, and a mean of the user's on which its output depends."""
+
+    mean: Tensor
+
+    def __init__(self, vocab_size: int, dropout: float = 0.0) -> None:
+        super().__init__(vocab_size, dropout)
+        self.batch_norm = nn.BatchNorm1d(8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, input_ids: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        x = self.embed(input_ids)
+        if self.training:
+            self.mean.lerp_(x.detach().mean((0, 1)), 0.5)
+        x = self.batch_norm(x.flatten(0, 1)).view_as(x) + self.mean
         return self.head(self.norm(x + self.drop(self.inner(x).tanh())))
 
 
@@ -126,6 +145,30 @@ class Counter(L.Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.rows = state_dict["rows"]
+
+
+class Looker(L.Callback):
+    """A user's callback: looks into the network of a run, whole or sharded, and changes heads, after each validation. Keeps what it saw."""
+
+    def __init__(self, rows: Any) -> None:
+        self.batch, self.seen = rows.probe_batch(3), dict[str, float]()
+
+    def on_validation_end(self, trainer: L.Trainer, module: Any) -> None:
+        network = network_of(module)
+        batch = {name: value.to(module.device) for name, value in self.batch.items()}
+        with capture(network, what="residual") as stream:
+            module(batch)
+        self.seen = {name: float(seen[0].double().square().mean()) for name, seen in stream.items()}
+        changes = {"heads": 0.0, "scores": lambda scores: scores / 2, "feedforward": 0.0}
+        for what, change in changes.items():
+            with intervene(network, what, cast(Any, change)):
+                self.seen[what] = float(module(batch).double().square().mean())
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.seen
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.seen = state_dict
 
 
 class Diary(Logger):

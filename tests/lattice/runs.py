@@ -96,8 +96,9 @@ SHAPES = {
 }
 SIZES = "model.embed_dim=8 model.num_heads=2 model.num_layers=2 model.ffn_dim=16 model.max_len=128 model.init=lecun"
 NETWORKS = {"ours": SIZES, "own": f"model._target_={PARTS}.OwnModel", "hf": "model=hf"}
+NETWORKS["normed"] = f"model._target_={PARTS}.Normed"
 NETWORKS["lora"] = "model=hf model.adopt=true model.lora=2"
-OF_TRANSFORMERS = ("hf", "lora")
+OF_TRANSFORMERS, OF_THE_TEST = ("hf", "lora"), ("own", "normed")
 OPTIMIZERS = {name: f"optimizer={name} optimizer.weight_decay=0.1" for name in ("adamw", "sgd", "muon")}
 OPTIMIZERS |= {name: f"optimizer._target_=torch.optim.{name}" for name in ("Adam", "NAdam", "SGD")}
 OPTIMIZERS["two_modes"] = f"optimizer._target_={PARTS}.TwoModes"
@@ -135,11 +136,13 @@ PRECISIONS = {name: f"trainer.precision={name}" for name in ("32-true", "64-true
 SOURCE = "init_from.path=HOME/sources/NAME/checkpoints/last.ckpt"
 STARTS = {"new": "", "init_from": SOURCE, "folded": f"{SOURCE} init_from.fold_scale=true model.scale=unscaled"}
 PLACES = {"one": "", "ddp_cpu": "trainer=ddp_cpu", "fsdp": "trainer.strategy=sharded"}
+PLACES["fsdp_named"] = "trainer.strategy=sharded trainer.shard=[Linear]"
 PLACES["ddp_unused"] = "trainer.strategy=ddp_find_unused_parameters_true"
 PLACES["pretended"] = "trainer.accelerator=pretend"  # tests/pretend.py
 OF_THE_USER = {
     "none": "",
     "callback": f"+callbacks.counter._target_={PARTS}.Counter",
+    "looker": f"+callbacks.looker._target_={PARTS}.Looker",
     "logger": f"+logger.diary._target_={PARTS}.Diary",
 }
 OPTIONS = {
@@ -169,6 +172,7 @@ AXES: dict[str, dict[str, str]] = {
     "workers": {"0": "", "2": "data.num_workers=2", "pickled": "data.num_workers=1"},
     "place": PLACES,
     "processes": {number: f"trainer.devices={number}" for number in ("1", "2", "4")},
+    "late": dict.fromkeys(("none", "writing", "reading"), ""),  # the first process writes late, or the others read late
     "user": OF_THE_USER,
     "dropout": {"no": "", "yes": "model.dropout=0.2"},
     "clip": {"off": "", ".5": "trainer.clip=0.5"},
@@ -310,6 +314,8 @@ class Run:
         lines = [BASE, *(values[point[axis]] for axis, values in AXES.items())]
         if network == "ours":
             lines.append(SHAPES.get(data, ""))
+            if self.point["place"] == "fsdp_named" and data not in TIED:
+                lines.append("model.tie_embeddings=false")
         elif network in OF_TRANSFORMERS:
             kind = "LlamaForSequenceClassification" if data == "classify" else "LlamaForCausalLM"
             lines.append(f"model.path={llama(kind, 0.1 if dropout else 0.0)}")
@@ -328,7 +334,7 @@ class Run:
     def whole(self, **changes: str) -> Finished:
         """The run from its first step to its last."""
         words = tuple(self.words(**changes))
-        key = (*words, *({**self.point, **changes}[axis] for axis in ("place", "processes", "workers")))
+        key = (*words, *({**self.point, **changes}[axis] for axis in ("place", "processes", "workers", "late")))
         if key not in _FINISHED:
             _FINISHED[key] = self._train(list(words), _new_folder(), **changes)
         _FINISHED.move_to_end(key)
@@ -340,7 +346,7 @@ class Run:
         """The run until ``Hit`` ends it: as the point says, or by SIGTERM."""
         how = how or (self.point["ends"] if self.point["ends"] in CUTS else "term")
         words = [*self.words(), f"+callbacks.hit._target_={PARTS}.Hit", f"+callbacks.hit.how={how}"]
-        key = (*words, *(self.point[axis] for axis in ("place", "processes", "workers")))
+        key = (*words, *(self.point[axis] for axis in ("place", "processes", "workers", "late")))
         if key not in _CUTS:
             for old in _CUTS.values():
                 shutil.rmtree(old.folder.parent, ignore_errors=True)
@@ -416,14 +422,17 @@ def source(data: str, network: str) -> None:
 
 @contextlib.contextmanager
 def _surroundings(point: Point) -> Iterator[None]:
-    """What the words of a point do not say: a compiler that generates no code, and workers that get the data pickled.
+    """What the words of a point do not say: a compiler that generates no code, workers that get the data pickled, and short reads of a stream.
 
-    Such workers are those of macOS and Windows. They come from a server that has imported torch once.
+    Such workers are those of macOS and Windows. They come from a server that has imported torch once. A stream is read in a few
+    documents at a time, so that processes are at different places of it.
     """
     with contextlib.ExitStack() as stack:
         if point["compile"] == "yes":
             stack.enter_context(mock.patch("torch.compile", functools.partial(torch.compile, backend="aot_eager")))
             stack.callback(torch.compiler.reset)
+        if point["data"] == "stream":
+            stack.enter_context(mock.patch("minitx.data.documents.DOCUMENTS_AT_ONCE", 3))
         if point["workers"] == "pickled":
             import tests.training.ranks  # noqa: F401 (what the server imports)
 
@@ -560,7 +569,7 @@ def logits_of(network: nn.Module, batch: Mapping[str, Any], dtype: torch.dtype) 
     inputs = {name: value for name, value in batch.items() if name not in NOT_FOR_THE_NETWORK}
     inputs = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
     if not type(network).__module__.startswith(("transformers.", "peft.")):
-        names = {name: inputs[name] for name in inputs if type(network) is not run_parts.OwnModel or name == "input_ids"}
+        names = {name: inputs[name] for name in inputs if not isinstance(network, run_parts.OwnModel) or name == "input_ids"}
         return network(**names)
     ids, key_mask = inputs["input_ids"], inputs.get("key_mask")
     documents = inputs.get("document_ids", torch.zeros_like(ids))
@@ -641,19 +650,23 @@ def plain_loop(point: Point, finished: Finished, precision: str, shaken: int | N
         AveragedModel(network, avg_fn=get_ema_avg_fn(0.5), use_buffers=True) if point["asked"] in AVERAGED.split("|") else None
     )
     smoothing = 0.1 if "smoothed" in point["objective"] else 0.0
-    steps = finished.record.steps()
+    steps, processes = finished.record.steps(), int(point["processes"])
     planned = planned_steps(point, finished)
     loop = Loop({}, {}, {})
     for step, batches in steps.items():
         targets = sum(int((batch["labels"] != -100).sum()) for batch in batches)
         optimizer.zero_grad()
-        total = 0.0
-        for batch in batches:
+        total, buffers = 0.0, [_buffers(network)] * processes  # all processes begin a step with those of the first
+        for number, batch in enumerate(batches):
+            rank = number % processes
+            _set_buffers(network, buffers[rank])
             with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
                 logits = logits_of(network, batch, dtype)
             loss = loss_of(logits, batch["labels"], smoothing) / targets
             loss.backward()
             total += loss.item()
+            buffers[rank] = _buffers(network)
+        _set_buffers(network, buffers[0])
         if schedule is None:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak"] * factor_of(point["schedule"], step, planned)
@@ -671,6 +684,15 @@ def plain_loop(point: Point, finished: Finished, precision: str, shaken: int | N
     final: nn.Module = network if average is None else average.module
     loop.weights = {name: weight.detach().double() for name, weight in final.state_dict().items()}
     return loop
+
+
+def _buffers(network: nn.Module) -> list[Tensor]:
+    return [buffer.clone() for buffer in network.buffers()]
+
+
+def _set_buffers(network: nn.Module, values: Sequence[Tensor]) -> None:
+    for buffer, value in zip(network.buffers(), values, strict=True):
+        buffer.copy_(value)
 
 
 def _shake(network: nn.Module, seed: int = 0, eps: float | None = None) -> None:
@@ -819,7 +841,7 @@ def a_prompt_begins_as_documents_do(run: Run) -> None:
     last, prompt, folder = run.whole().last, "weary", _new_folder()
     wanted = prompt_ids(run, prompt)
     programs = {"generate": [f"prompt={prompt}", "max_new_tokens=1"]}
-    if run.point["network"] != "own":
+    if run.point["network"] not in OF_THE_TEST:
         programs["view"] = [f"text={prompt}", f"output={folder.parent / 'view.html'}"]
     for name, words in programs.items():
         with inside.reading() as read:
@@ -1137,11 +1159,7 @@ def elsewhere(point: Point) -> dict[str, str]:
         return {**ALONE, "accumulate": "3" if point["accumulate"] == "1" else "1"}
     if processes == "4":
         return {"processes": "2", "accumulate": "2" if point["accumulate"] == "1" else "1"}
-    other = (
-        "fsdp"
-        if place == "ddp_cpu" and point["network"] != "own" and point["optimizer"] != "muon" and point["asked"] in SHARDED
-        else "ddp_cpu"
-    )
+    other = "fsdp_named" if place == "ddp_cpu" and point["optimizer"] != "muon" and point["asked"] in SHARDED else "ddp_cpu"
     return {"place": other, "processes": "2"}
 
 
@@ -1243,8 +1261,15 @@ IDLE = ("instruments", "minutes", "monitor", "all_rows")
 SHARDED = ("none", "early", "top_k", "evaluated", "tested")
 """What a sharded model can be asked."""
 
+SHARDED_PLACES = "fsdp|fsdp_named"
+TIED = ("masked", "classify", "pictures")
+"""Data whose model keeps one matrix for embeddings and head with ``trainer.shard``, or has no such head."""
+
 ALONE = {"place": "one", "processes": "1"}
 PRETENDED = {"place": "pretended"}
+OWN_STATISTICS = {"network": "normed"}
+"""Each slice of a step has its own: they are those of the first process."""
+
 OTHERS_THAN_ONE = {"place": "!one"}
 REFERENCE = ({"optimizer": "muon"}, {"dropout": "yes"}, {"data": "stream", "workers": "2|pickled"}, PRETENDED)
 """Where a plain loop says nothing: ``torch.optim.Muon`` computes in bfloat16, a loop draws other numbers, and CUDA's autocast, which
@@ -1292,24 +1317,30 @@ ORACLES = (
     Oracle(a_film_shows_every_recorded_step, where=({"asked": "film"},)),
     Oracle(
         an_exported_folder_computes_what_the_checkpoint_does,
-        where=({"data": "text|packed|padded|stream|chat", "network": "!own"},),
+        where=({"data": "text|packed|padded|stream|chat", "network": "!own|normed"},),
     ),
     Oracle(nothing_global_is_changed),
     Oracle(every_micro_batch_of_every_process_draws_its_own_numbers, unless=(PRETENDED,)),
     Oracle(
         several_processes_train_as_one,
         where=(OTHERS_THAN_ONE,),
-        unless=({"optimizer": "muon"}, {"dropout": "yes"}, {"data": "stream", "processes": "2|4"}),
+        unless=(
+            {"optimizer": "muon"},
+            {"dropout": "yes"},
+            {"data": "stream", "processes": "2|4"},
+            {**OWN_STATISTICS, "processes": "2|4"},
+        ),
     ),
     Oracle(
         a_run_goes_on_in_another_number_of_processes,
-        where=({"place": "ddp_cpu|ddp_unused|fsdp"},),
-        unless=({"optimizer": "muon"}, {"dropout": "yes"}, {"data": "stream"}),
+        where=({"place": "!one|pretended"},),
+        unless=({"optimizer": "muon"}, {"dropout": "yes"}, {"data": "stream"}, OWN_STATISTICS),
     ),
 )
-OURS_ALONE = {"network": "own|hf|lora"}
+OURS_ALONE = {"network": "!ours"}
 MEANINGLESS: tuple[dict[str, str], ...] = (
     {"place": "one|pretended", "processes": "2|4"},
+    {"processes": "1", "late": "writing|reading"},
     {"data": "module", "accumulate": "2", "processes": "4"},  # a step of 12 rows has no 8 equal parts
     {"asked": "early", "ends": "int|crash_after"},  # it ends before
     {"option": "instruments", "ends": "nonfinite"},  # anomaly detection raises first
@@ -1319,11 +1350,12 @@ MEANINGLESS: tuple[dict[str, str], ...] = (
         "optimizer": "sgd",
         "precision": "bf16-true",
     },  # the CPU's fused SGD, which torch 2.13 computes wrongly
+    {**OURS_ALONE, "user": "looker"},
     {**OURS_ALONE, "checkpointing": "yes"},  # keys of our models
     {**OURS_ALONE, "rules": "frozen|factor"},
     {**OURS_ALONE, "start": "folded"},
     {"optimizer": "Adam|NAdam|SGD|two_modes", "rules": "frozen|factor"},  # a key of our optimizers
-    {"network": "own", "data": "drawn|classify|pairs|pictures"},  # the model answers each token of a text
+    {"network": "own|normed", "data": "drawn|classify|pairs|pictures"},  # the model answers each token of a text
     {"files": "others", "data": "text|drawn|noisy|masked|pictures|module"},
     {"files": "torn", "data": "!pairs"},
     {"network": "hf|lora", "data": "!text|packed|padded|stream|classify"},
@@ -1337,16 +1369,18 @@ REFUSALS = (
     Refusal({"asked": "samples", "data": "pictures"}, "needs data with a tokenizer"),
     Refusal({"asked": "samples", "data": "masked|classify"}, "decoder or encoder-decoder of minitx, got encoder"),
     Refusal({"asked": "samples", **OURS_ALONE}, "decoder or encoder-decoder of minitx, got"),
-    Refusal({"asked": "probe|film", "network": "own|hf"}, "probe"),
+    Refusal({"asked": "probe|film", "network": "own|normed|hf"}, "probe"),
     Refusal({"ends": "max_epochs", "data": "drawn|stream"}, "max_epochs=1 needs a fixed number of training rows"),
     Refusal({"objective": "chunked|smoothed_chunked", **OURS_ALONE}, "chunk_tokens=5 needs model.head=lm"),
     Refusal({"objective": "chunked|smoothed_chunked", "data": "classify|pictures"}, "chunk_tokens=5 needs model.head=lm"),
-    Refusal({"network": "own", "data": "packed|stream"}, "has no parameter document_ids"),
+    Refusal({"network": "own|normed", "data": "packed|stream"}, "has no parameter document_ids"),
     Refusal({"optimizer": "two_modes"}, "has other weights for evaluation than for training"),
     Refusal({"files": "torn"}, "has a carriage return within line 21"),
-    Refusal({"place": "fsdp", "network": "own"}, "does not know the layers of OwnModel"),
-    Refusal({"place": "fsdp", "optimizer": "muon"}, "needs whole matrices"),
-    Refusal({"place": "fsdp", "asked": "probe|film|samples|ema|ema_tested"}, "whole weights"),
+    Refusal({"place": "fsdp", "network": "own|normed"}, "does not know the layers of (OwnModel|Normed)"),
+    Refusal({"place": "fsdp_named", "network": "ours", "data": "masked"}, "and head.weight are one weight"),
+    Refusal({"place": "fsdp_named", "objective": "chunked|smoothed_chunked"}, "shards the head"),
+    Refusal({"place": SHARDED_PLACES, "optimizer": "muon"}, "needs whole matrices"),
+    Refusal({"place": SHARDED_PLACES, "asked": "probe|film|samples|ema|ema_tested"}, "whole weights"),
 )
 KNOWN: tuple[KnownFault, ...] = ()
 RUNS = Lattice(
@@ -1364,8 +1398,9 @@ RUNS = Lattice(
         "option": "instruments",
         "compile": "yes",
         "network": "hf|lora",
-        "place": "ddp_cpu|ddp_unused|fsdp|pretended",
+        "place": "!one",
         "processes": "2|4",
+        "late": "writing|reading",
     },
 )
 

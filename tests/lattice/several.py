@@ -9,6 +9,7 @@ import atexit
 import os
 import re
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,8 @@ def train_in_a_rank(words: list[str], folder: Path, point: Point) -> Outcome:
         pretend.register()
     del run_parts.RECORDS[:]
     before, outcome = runs.state_of_the_process(), Outcome()
+    is_first = os.environ.get("RANK", "0") == "0"
+    _LATE[:] = [(point["late"], runs.expected_steps(point))] if is_first == (point["late"] == "writing") else []
     _note_written_files(folder)
     try:
         with runs._surroundings(point):
@@ -152,6 +155,12 @@ _WRITTEN: list[str] = []
 
 _FOLDERS: list[str] = []
 
+_LATE: list[tuple[str, int]] = []
+"""What this process does later than the others (``writing`` or ``reading`` the files of the run), and the number of steps."""
+
+DELAY = 0.1
+"""Seconds by which a process opens a file later: long enough for another one that does not wait to be there first."""
+
 
 def _note_written_files(folder: Path) -> None:
     """From now on, note in ``_WRITTEN`` which files of ``folder`` this process opens to write."""
@@ -163,9 +172,17 @@ def _note_written_files(folder: Path) -> None:
 def _note(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "open":
         path, mode, flags = arguments
-        if (mode or "").strip("brt") or (mode is None and flags & (os.O_WRONLY | os.O_RDWR)):
-            name = str(path)
-            _WRITTEN.extend(name.removeprefix(folder) for folder in _FOLDERS if name.startswith(folder))
+        names = [str(path).removeprefix(folder) for folder in _FOLDERS if str(path).startswith(folder)]
+        writes = bool((mode or "").strip("brt") or (mode is None and flags & (os.O_WRONLY | os.O_RDWR)))
+        _WRITTEN.extend(names if writes else ())
+        if names and any(how == ("writing" if writes else "reading") and _begins_or_ends(steps) for how, steps in _LATE):
+            time.sleep(DELAY)
+
+
+def _begins_or_ends(steps: int) -> bool:
+    """Whether a run of so many steps has read no batch yet, or is in its last step. In between, its steps keep processes together."""
+    batches = [batch for record in run_parts.RECORDS[-1:] for batch in record.batches]
+    return not batches or batches[-1][0] + 1 >= steps
 
 
 def together(records: list[Record]) -> Record | None:

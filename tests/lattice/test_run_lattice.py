@@ -28,26 +28,28 @@ PARTS = 12
 SLOW = 4
 """The part of the points without compiler that the slow tier has."""
 
-PROCESSES = {"place": "ddp_cpu|ddp_unused|fsdp"}
+PROCESSES = {"place": "!one|pretended"}
 
-QUICK_OF_SEVERAL = ("place=ddp_cpu processes=2 ends=term accumulate=2 data=noisy user=callback objective=own",)
+QUICK_OF_SEVERAL = (
+    "place=ddp_cpu processes=2 ends=stop_at accumulate=2 data=noisy user=callback objective=own late=writing log_every=3",
+)
 """Points of the default tier in one pair of processes."""
 
 SLOW_OF_SEVERAL = (
     "place=fsdp processes=2 ends=nonfinite accumulate=2 clip=.5 rules=factor",
     "place=ddp_cpu processes=4 ends=stop_at accumulate=3 data=module objective=own asked=probe log_every=3",
     "place=fsdp processes=4 ends=usr1 data=drawn asked=early log_every=3 option=all_rows",
-    "place=ddp_cpu processes=2 ends=hup data=pairs asked=tested workers=2 dropout=yes user=logger",
+    "place=ddp_cpu processes=2 ends=term_first data=pairs asked=tested workers=2 dropout=yes user=logger late=writing",
     "place=fsdp processes=2 ends=crash_inside accumulate=3 data=padded asked=top_k rules=frozen precision=64-true",
-    "place=ddp_cpu processes=4 ends=crash_after data=text asked=ema clip=.5 user=callback",
-    "place=fsdp processes=2 ends=term_first data=stream workers=2 validation=3",
-    "place=ddp_unused processes=2 ends=int data=chat asked=samples accumulate=2 optimizer=sgd",
+    "place=ddp_cpu processes=4 ends=crash_after data=text asked=ema clip=.5 network=normed user=callback",
+    "place=fsdp processes=2 ends=hup data=stream workers=2 validation=3",
+    "place=fsdp_named processes=2 ends=usr2 network=normed accumulate=2 validation=3 late=reading",
+    "place=ddp_unused processes=2 ends=int data=chat asked=samples accumulate=2 optimizer=sgd schedule=plateau option=monitor log_every=3",
 )
 """Points of the slow tier in several processes: both strategies, a rank without rows or targets, ends of each kind."""
 
 BESIDE = {
     "num_nodes": "several machines",
-    "shard": "names of classes: tests/training/test_devices.py",
     "plugins": "objects for Lightning: tests/training/test_parts.py",
     "threads": "each run has one",
     "plan": "nothing is trained: tests/training/test_plan.py",

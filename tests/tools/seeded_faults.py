@@ -275,9 +275,9 @@ WRITTEN = (
     Fault(
         "crash_after_save",
         "a crash just after a save × resume: the row of the step that was saved is removed",
-        "minitx/training/metrics_csv.py:MetricsFile._begin",
-        'if row["step"] <= start_step]',
-        'if row["step"] < start_step]',
+        "minitx/training/metrics_csv.py:MetricsFile.begin",
+        'if row["step"] <= self._start_step]',
+        'if row["step"] < self._start_step]',
     ),
     Fault(
         "stop_at_resume",

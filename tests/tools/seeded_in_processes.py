@@ -173,10 +173,17 @@ FAULTS = (
     ),
     Fault(
         "buffers_of_one_rank",
-        "FSDP2: each process validates with its own buffers",
-        f"{MODULE}:TrainingModule.on_validation_start",
-        "            for buffer in self.network.buffers():\n                torch.distributed.broadcast(buffer, src=0)\n",
+        "each process trains with its own buffers",
+        f"{MODULE}:TrainingModule.training_step",
+        "            self._share_buffers()\n",
         "            pass\n",
+    ),
+    Fault(
+        "validated_buffers_of_one_rank",
+        "each process validates with its own buffers",
+        f"{MODULE}:TrainingModule._share_buffers",
+        "        if self.trainer.world_size > 1:",
+        "        if self._micro:",
     ),
     Fault(
         "moments_by_name",
@@ -221,6 +228,35 @@ FAULTS = (
         "targets = targets / 1",
     ),
     Fault(
+        "positions_of_one_rank",
+        "a checkpoint has the place in a stream of the first process alone",
+        "minitx/data/documents.py:StreamSource.state_dict",
+        "torch.distributed.all_gather_object(of_all, of_rank)",
+        "of_all = [of_rank] * len(of_all)",
+    ),
+    Fault(
+        "monitored_by_one_rank",
+        "between rows of metrics.csv, a training metric that is monitored is of each process",
+        f"{CALLBACKS}:StepLog.on_validation_start",
+        "summed(trainer, module).unbind()",
+        "torch.stack([torch.as_tensor(each).double() for each in (module.step_loss, module.step_targets * trainer.world_size, "
+        "*module.step_sums.values())]).unbind()",
+    ),
+    Fault(
+        "reached_by_one_rank",
+        "FSDP2: each process looks at its own gradients alone",
+        f"{MODULE}:TrainingModule._check_reached",
+        "largest_of_all(self.trainer, *has_gradient, *(-number for number in has_gradient))",
+        "[*has_gradient, *(-number for number in has_gradient)]",
+    ),
+    Fault(
+        "precision_of_one_rank",
+        "two machines may train in two precisions",
+        f"{CALLBACKS}:check_processes",
+        "trainer.strategy.broadcast(precision) != precision",
+        "False",
+    ),
+    Fault(
         "buckets_of_the_first_step",
         "four processes of DDP add up the gradients of their first step in another order than later ones",
         "minitx/training/sharding.py:fix_buckets",
@@ -248,7 +284,21 @@ def ask_tests(fault: Fault) -> dict[str, Any]:
 def _failing_test(fault: Fault) -> list[str]:
     plant(fault)
     reports = Reports()
-    pytest.main(["tests/training/test_several_processes.py", "-x", "-q", "-n0", "-m", "", "-p", "no:cacheprovider"], [reports])
+    pytest.main(
+        [
+            "tests/training/test_several_processes.py",
+            "-x",
+            "-q",
+            "-n0",
+            "-m",
+            "",
+            "-p",
+            "no:cacheprovider",
+            "-W",
+            "ignore::pytest.PytestAssertRewriteWarning",
+        ],
+        [reports],
+    )
     return reports.failed
 
 

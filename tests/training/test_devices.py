@@ -5,12 +5,10 @@ That they train, stop and resume as one process does: ``tests/lattice/runs.py``.
 
 import pytest
 import torch
-from extra import QUIET, Layered, fit, last
+from extra import QUIET, last
 from ranks import run_ranks, train_as
-from torch import nn
 
 from minitx.config import ConfigError
-from minitx.data.task import Task
 from minitx.training.metrics_csv import read_metrics
 
 WIDTHS = ["model.embed_dim=8", "model.num_heads=2", "model.num_layers=1"]
@@ -43,31 +41,6 @@ def test_a_model_of_ones_own_is_cut_at_the_classes_that_are_named_and_trains_as_
     torch.testing.assert_close(*weights, rtol=0, atol=1e-9)
     with pytest.raises(AssertionError, match=r"does not know the layers of Layered: set trainer\.shard"):
         run_ranks(2, train_as, [*own, *cut[:2]], tmp_path / "refused", cache)
-
-
-class Normed(Layered):
-    """``Layered`` with running statistics, which each process has of its own rows."""
-
-    def __init__(self):
-        super().__init__(7)
-        self.norm = nn.BatchNorm1d(8, momentum=1.0)
-
-    def forward(self, input_ids):
-        return self.head(self.norm(self.layers(self.embed(input_ids))[:, 0]))
-
-
-def normed_run(folder, strategy):
-    rows = [{"input_ids": torch.tensor([i % 7]), "labels": i % 3} for i in range(8)]
-    options = {"devices": 2, "strategy": strategy, "shard": ["Layer"] if strategy == "sharded" else []}
-    data = Task(name="mine", train=rows, val=rows)
-    torch.manual_seed(1)
-    return fit(folder, data, model=Normed(), batch_size=4, val_batch_size=4, max_steps=3, **options)["val_loss"]
-
-
-@pytest.mark.slow
-def test_every_process_validates_with_the_statistics_that_the_checkpoint_has(tmp_path):
-    losses = [run_ranks(2, normed_run, tmp_path / strategy, strategy)[0] for strategy in ("ddp", "sharded")]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 LINFORMER = ["model=encoder_small", "model.attention=linformer", "model.num_slots=4", "model.position=none"]

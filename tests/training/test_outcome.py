@@ -33,6 +33,7 @@ FLOORS = {"unigram": 3.0, "bigram": 2.5}
 
 def write(path, rows, start_step=0):
     file = MetricsFile(path, start_step)
+    file.begin()
     for values, step in rows:
         file.log_metrics(values, step)
     file.finalize("success")
@@ -45,6 +46,7 @@ def test_values_of_one_step_share_its_row_and_are_on_disk_bit_equal_before_the_f
     assert (first["step"], first["train_loss"], first["lr"], first["val_loss"]) == (1, 0.1 + 0.2, 1e-300, 1 / 3)
     assert (second["step"], second["val_loss"], math.isnan(second["train_loss"])) == (2, None, True)
     file = MetricsFile(tmp_path / "open.csv")
+    file.begin()
     for step in (1, 2, 3):
         file.log_metrics({"train_loss": float(step)}, step)
         assert len(read_metrics(tmp_path / "open.csv")) == step
@@ -262,7 +264,7 @@ def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path):
         report(Evaluation({}), tmp_path)
     (tmp_path / "metrics.new").symlink_to("/dev/full")
     with pytest.raises(OSError, match=r"No space left on device: '.*metrics.csv'"):
-        MetricsFile(tmp_path / "metrics.csv")
+        MetricsFile(tmp_path / "metrics.csv").begin()
 
 
 @pytest.mark.parametrize("progress", [True, False])

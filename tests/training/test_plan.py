@@ -21,9 +21,8 @@ from minitx.data.datamodule import open_data
 from minitx.data.task import Task
 from minitx.training import optimizers
 from minitx.training.memory_plan import build_without_numbers, fake_processes, show_plan
-from minitx.training.net import Net
 from minitx.training.run import train
-from minitx.training.sharding import parallelize
+from minitx.training.sharding import layers_of, parallelize
 
 EMA = {"ema": {"_target_": "lightning.pytorch.callbacks.EMAWeightAveraging", "decay": 0.5}}
 
@@ -237,7 +236,7 @@ def numel_of_parts(config, count, rank):
     """The elements that a process holds of each parameter."""
     network = build_without_numbers(config.model, open_data(config.data, config.trainer))
     with fake_processes(count, rank) as mesh:
-        parallelize(network, mesh, Net.of(network).layers())
+        parallelize(network, mesh, layers_of(network))
         return {name: here(parameter).numel() for name, parameter in network.named_parameters()}
 
 
@@ -286,13 +285,14 @@ OF_64 = {
 @pytest.mark.parametrize("case", ["own", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "adopted"))])
 def test_one_of_64_processes_holds_what_the_plan_says_and_gathers_each_layer_twice_a_step(tmp_path, monkeypatch, case):
     """A layer is gathered for its forward pass and for its backward pass, the rest once; gradients are scattered once, and summed for
-    their norm."""
+    their norm. All buffers together are broadcast once: of these models, the one of transformers has some."""
     layers, words_of = OF_64[case]
     words = [word for word in BASE if not word.startswith("model")] + words_of(tmp_path / "model")
     plan = show_plan(compose_config([*words, "trainer.devices=64", "trainer.strategy=sharded"]))
     held, collectives = run_ranks(1, as_the_first_of, 64, words, tmp_path / "run")[0]
     assert held == plan
     assert collectives == {
+        **({"broadcast_": 1} if case == "adopted" else {}),
         "_allgather_base_": 2 * layers + 1,
         "_reduce_scatter_base_": layers + 1,
         "all_reduce": 1,

@@ -1,17 +1,24 @@
 """What one process refuses or serves, several do: mistakes that a rehearsal finds, and parameters without a gradient."""
 
 import functools
+import logging
+import math
 import os
+import time
 from types import SimpleNamespace
+from unittest import mock
 
+import lightning.pytorch as L
 import pytest
 import torch
-from extra import fit, losses_of
+from extra import fit, losses_of, train_with
 from ranks import run_ranks
 from torch import nn
 
-from minitx.config import ConfigError, TrainerConfig
+from minitx.config import ConfigError, RunConfig, TrainerConfig
 from minitx.data.task import Task
+from minitx.training import rank
+from minitx.training.metrics_csv import read_metrics
 from minitx.training.module import NonFiniteError, UnusedParametersError
 from minitx.training.rehearse import prepare_for_unused
 
@@ -151,6 +158,89 @@ def test_a_row_without_targets_makes_no_parameter_unused():
     assert module.options.strategy == "ddp"
     prepare_for_unused(module, [{*network.head.parameters()}, {*network.parameters()}])
     assert module.options.strategy == "ddp_find_unused_parameters_true"
+
+
+@pytest.mark.slow
+def test_every_process_refuses_a_folder_that_it_cannot_create(tmp_path):
+    (tmp_path / "file").touch()
+    for kind, message in run_ranks(2, outcome, tmp_path / "file" / "run", Pooled, total, devices=2, strategy="ddp"):
+        assert kind == "ConfigError"
+        assert message.endswith("file/run cannot be written: Not a directory")
+
+
+def in_detail(folder):
+    """What torch says with ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` if the second process leaves out a layer."""
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    torch.distributed.set_debug_level_from_env()
+    late, place = functools.partial(Late, (1,), instead=False), {"strategy": "sharded", "shard": ("Linear",)}
+    with pytest.raises(RuntimeError) as caught:
+        outcome(folder, late, total, devices=2, max_steps=5, **place)
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_torch_names_the_operations_of_processes_that_leave_out_different_layers(tmp_path):
+    for message in run_ranks(2, in_detail, tmp_path / "run"):
+        assert message.startswith("Detected mismatch between collectives on ranks")
+
+
+def of_two_machines(folder):
+    """What a run says if the second process has a processor without bfloat16."""
+    with mock.patch("minitx.training.trainer.cpu_precision", return_value="32-true" if rank() else "bf16-mixed"):
+        return outcome(folder, Pooled, total, devices=2, strategy="ddp_find_unused_parameters_true", rehearse=False)
+
+
+@pytest.mark.slow
+def test_processes_with_two_precisions_refuse_to_train_together(tmp_path):
+    for kind, message in run_ranks(2, of_two_machines, tmp_path / "run"):
+        assert kind == "ConfigError"
+        assert "differs between the machines of this run" in message
+
+
+class Jump(L.Callback):
+    """In step 3 the clock of the machine goes two hours back, and in step 5 four hours ahead. Notes the steps of checkpoints."""
+
+    def __init__(self):
+        self.saved = []
+
+    def on_train_batch_start(self, trainer, *_):
+        now, hours = time.time, {2: -2, 4: 4}.get(trainer.global_step, 0)
+        time.time = lambda: now() + 3600 * hours
+
+    def on_save_checkpoint(self, trainer, *_):
+        self.saved.append(trainer.global_step)
+
+
+def over_a_jump(folder, devices):
+    """The rows of ``metrics.csv``, the log, the steps of checkpoints and the seconds of a run whose clock jumps."""
+    lines, jump, clock, start = [], Jump(), time.time, time.perf_counter()
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("minitx").addHandler(handler)
+    logging.getLogger("minitx").setLevel(logging.INFO)
+    options = {"max_steps": 6, "val_every": 3, "ckpt_every": 100, "ckpt_minutes": 30, "log_every": 1, "rehearse": False}
+    if devices > 1:
+        options |= {"devices": devices, "strategy": "ddp_find_unused_parameters_true"}
+    progress = {"progress": {"_target_": "minitx.training.callbacks.progress"}}
+    config = RunConfig(trainer=TrainerConfig(accelerator="cpu", **options), callbacks=progress)
+    try:
+        train_with(config, folder, jump, data=Task(name="mine", train=ROWS, val=ROWS[:6]), model=Pooled(), objective=total)
+    finally:
+        time.time = clock
+        logging.getLogger("minitx").removeHandler(handler)
+    return read_metrics(folder / "metrics.csv"), lines, jump.saved, time.perf_counter() - start
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_clock_that_jumps_changes_no_column_no_checkpoint_and_no_remaining_time(tmp_path, devices):
+    (rows, lines, saved, elapsed), *_ = run_ranks(devices, over_a_jump, tmp_path / "run", devices)
+    seconds = [row["seconds"] for row in rows]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert seconds == sorted(seconds) and seconds[0] >= 0 and seconds[-1] <= elapsed
+    assert all(0 < row["tokens_per_second"] < math.inf for row in rows)
+    assert sorted(set(saved)) == [3, 6]  # best.ckpt after a validation, and last.ckpt
+    [rate] = [line.split()[-4] for line in lines if line.startswith("step 6/6") and line.endswith("steps/s  0:00:00 left")]
+    assert float(rate) > 6 / elapsed - 0.1
 
 
 @pytest.mark.slow
