@@ -13,7 +13,7 @@ from broken_functions import BROKEN, KERNELS, RIGHT, WIDTH, RightHidesPadding, r
 from torch import nn
 
 from minitx.check import Severity, Status, check_attention, mutant
-from minitx.check.experiments import DRAWS, EXPERIMENTS, drawn
+from minitx.check.cases import CASES, DRAWS, drawn
 from minitx.check.mutants import MUTANTS, STEP_NAMES, attention_in_steps
 from minitx.check.reference import naive_attention
 from minitx.config import TransformerConfig
@@ -36,7 +36,7 @@ def by_id(report):
 
 
 @pytest.mark.parametrize(
-    "experiment", [e for e in (*EXPERIMENTS, *DRAWS) if e.dtype is None], ids=lambda experiment: experiment.id
+    "experiment", [e for e in (*CASES, *DRAWS) if not e.dtypes], ids=lambda experiment: experiment.id
 )
 def test_the_steps_are_the_definition(experiment):
     inputs = drawn(experiment)
