@@ -215,7 +215,8 @@ def drawn(case: Case, sizes: HeadSizes = HeadSizes(), seed: int = 0) -> Operands
     query, key, value = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     query, value = query * case.spread, value * case.small
     for tensor in (query, key, value) if case.other else ():
-        tensor[(slice(None), -1) if case.other == "head" else 1] += 1.5
+        part = tensor[:, -1] if case.other == "head" else tensor[1]
+        part.copy_(part.flip(-1) + 1.5)
     allowed = _mask(case, sizes.mask, generator) if case.mask else case.allowed
     hidden = ~allowed.any(2)[..., None] if allowed is not None and case.mask else torch.zeros(B, 1, S, 1, dtype=torch.bool)
     if case.low is not None:  # the last coordinate sets the score

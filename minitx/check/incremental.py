@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitx.check.called_model import CACHES, fault_text, returned_cache
+from minitx.check.called_model import CACHES, returned_cache
+from minitx.check.calling import fault_text
 from minitx.check.examination import Examination
 from minitx.check.properties import Gap
 from minitx.check.results import Severity

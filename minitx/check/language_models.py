@@ -20,6 +20,7 @@ import random
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,7 +48,10 @@ PROPERTIES: dict[str, Callable[[Examination], None]] = {
 }
 """The properties by the words of ``only``, in the order in which mistakes should be mended."""
 
-CALL = "forward must take token ids (B, L), vectors (B, L, E) or images, and return a tensor with B rows."
+CALL = "forward must take token ids (B, L), vectors (B, L, E) or images, and return a tensor with B rows; call= passes a function that calls it."
+
+UNCALLED = {"cache": "cache", "documents": "document_ids or position_ids", "loss": "labels"}
+"""The properties that need an argument that an adapter does not pass."""
 
 
 def check_model(
@@ -55,6 +59,7 @@ def check_model(
     *,
     only: str | Sequence[str] | None = None,
     expect: str | None = None,
+    call: Callable[..., Any] | None = None,
     seed: int = 0,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
@@ -72,6 +77,8 @@ def check_model(
         only: the properties to check, words of ``PROPERTIES``. Default: all.
         expect: what the output of a token may depend on: "causal" (no later tokens), "bidirectional", or "window:4" (the last 4 tokens).
             Default: causal if the class, the config, a buffer or a cache says so. Any other model is only described.
+        call: a function that calls the model: (model, input_ids, keep) -> logits (B, L, ...), with a bool mask ``keep`` (B, L), True = a
+            real token. Without its third parameter, no mask is tried. ``UNCALLED`` has the properties that are then not tried.
         seed: the seed of the random inputs. device: the device of the copy. dtype: the dtype of the copy. Default: the model's dtype.
         repeat: the command that repeats a finding, without ``only`` and ``seed``. Default: a call of this function.
 
@@ -79,7 +86,7 @@ def check_model(
         A report. Its ``exit_code`` is 1 if something is wrong. Checks that could not be tried are listed with the reason.
 
     Raises:
-        ValueError: ``only`` or ``expect`` has an unknown word. TypeError: ``model`` is not a module.
+        ValueError: ``only`` or ``expect`` has an unknown word, or ``call`` does not call the model. TypeError: ``model`` is not a module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -91,8 +98,10 @@ def check_model(
     name = type(model).__name__
     with _settled(seed):
         try:
-            called = make_called(model, seed, device, dtype)
+            called = make_called(model, seed, device, dtype, call)
         except CannotBeCalledError as faults:
+            if call is not None:
+                raise ValueError(f"call={call.__name__} does not call {name}: {faults}") from faults
             checks = [Check(word, Status.NOT_TRIED, "no way to call it was found") for word in chosen]
             finding = Finding("cannot-be-called", Severity.FRAGILE, "no way to call the model was found", CALL, str(faults))
             return Report(name, "", seed, tuple(checks), (finding,))
@@ -111,6 +120,9 @@ def _examine(examination: Examination, chosen: Sequence[str]) -> None:
     is_measured = False
     for number, word in enumerate(chosen):
         examination.word = word
+        if examination.called.call is not None and word in UNCALLED:
+            examination.skip(word, f"call= passes no {UNCALLED[word]}")
+            continue
         try:
             if not is_measured and word != "weights":
                 examination.measure()

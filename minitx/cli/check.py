@@ -38,6 +38,9 @@ class CheckConfig(Config):
         model: a Hugging Face folder, a checkpoint or the folder of a run, instead of FILE.py:NAME.
         only: properties of a model to check, such as causality,padding.
         expect: what an output may depend on: causal, bidirectional or window:4; null: a model that declares nothing is only described.
+        call: a function in the same file, or FILE.py:NAME, that calls what is checked: (model, input_ids, keep) -> logits (B, L, V), with a
+            bool mask keep (B, L), True = a real token; or (function, query, key, value, mask) -> output, with (B, H, L, D) and a bool mask
+            (B, 1, L, S), True = may attend. Without its last parameter, no mask is tried. null: the way to call it is found.
         trust: build any class that a checkpoint names. This can run arbitrary code.
         stage: grade one stage of the exercise: 1 plain, 2 masks, 3 queries that see nothing, 4 wide values and causal, 5 half
             precision and large scores.
@@ -52,6 +55,7 @@ class CheckConfig(Config):
     model: FilePath = ""
     only: str | None = None
     expect: str | None = None
+    call: str | None = None
     trust: bool = False
     stage: Literal[1, 2, 3, 4, 5] | None = None
     strict: bool = False
@@ -71,6 +75,9 @@ class CheckConfig(Config):
             not self.model or not (self.strict or self.stage or self.mask),
             "stage, strict and mask are for functions, not for models: remove them",
         )
+        is_alone = self.call is None or bool(self.target) or ".py:" in self.call
+        require(is_alone, f"call={self.call} needs a file beside model=: call=FILE.py:{self.call}")
+        require(not (self.strict and self.call), "strict=true and call cannot be combined: remove one of them")
         require(not self.strict or self.stage is None, "strict=true and stage cannot be combined: remove one of them")
         if self.json and not Path(self.json).absolute().parent.is_dir():
             raise ConfigError(f"json={self.json} is in a folder that does not exist")
@@ -92,7 +99,8 @@ def main() -> int:
 def _run_check(config: CheckConfig) -> Report:
     path, _, name = config.target.rpartition(":")
     subject = _loaded(config) if config.model else _object(_module(path), path, name)
-    report = _model_report(subject, config) if config.model else _report(subject, config)
+    adapter = _adapter(config)
+    report = _model_report(subject, config, adapter) if config.model else _report(subject, config, adapter)
     if config.json:
         with refusing(f"json={config.json} cannot be written: ", (OSError,)):
             Path(config.json).write_text(report.json(), encoding="utf-8")
@@ -100,13 +108,18 @@ def _run_check(config: CheckConfig) -> Report:
     return report
 
 
-def _report(subject: Any, config: CheckConfig) -> Report:
+def _report(subject: Any, config: CheckConfig, adapter: Any) -> Report:
     """Return the report on the subject that the file defines."""
+    from torch.nn import Module
+
     from minitx.check.calls import check_attention
 
     made = _made(subject, config.target)
-    if _is_whole_model(made) and not (config.strict or config.stage is not None or config.mask is not None):
-        return _model_report(made, config)
+    is_model = _is_whole_model(made)
+    if adapter is not None and isinstance(made, Module):  # (model, input_ids, keep), or (function, query, key, value, mask)
+        is_model = len(inspect.signature(adapter).parameters) <= 3
+    if is_model and not (config.strict or config.stage is not None or config.mask is not None):
+        return _model_report(made, config, adapter)
     with refusing(f"{config.target}: ", (ValueError, TypeError)):
         require(config.only is None and config.expect is None, f"only and expect are for models{_why_none(subject)}")
         return check_attention(
@@ -114,23 +127,43 @@ def _report(subject: Any, config: CheckConfig) -> Report:
             strict=config.strict,
             stage=config.stage,
             mask=config.mask,
+            call=adapter,
             seed=config.seed,
             device=config.device,
         )
 
 
-def _model_report(model: Any, config: CheckConfig) -> Report:
+def _model_report(model: Any, config: CheckConfig, adapter: Any) -> Report:
     from minitx.check.language_models import check_model
 
     repeat = f"minitx-check {shlex.quote(f'model={config.model}' if config.model else config.target)}"
-    repeat += "" if config.expect is None else f" expect={config.expect}"
+    for key, value in (("expect", config.expect), ("call", config.call)):
+        repeat += "" if value is None else f" {shlex.quote(f'{key}={value}')}"
     repeat += " trust=true" * config.trust + (f" device={config.device}" if config.device != "cpu" else "")
     if sys.stderr.isatty():  # some seconds without output follow
         sys.stderr.write(f"checking {type(model).__name__} ...\n")
     with refusing("", (ValueError,)), refusing(f"device={config.device} cannot be used: ", (RuntimeError, AssertionError)):
         return check_model(
-            model, only=config.properties, expect=config.expect, seed=config.seed, device=config.device, repeat=repeat
+            model,
+            only=config.properties,
+            expect=config.expect,
+            call=adapter,
+            seed=config.seed,
+            device=config.device,
+            repeat=repeat,
         )
+
+
+def _adapter(config: CheckConfig) -> Any:
+    """Return the function that ``call`` names, or None."""
+    if config.call is None:
+        return None
+    path, _, name = config.call.rpartition(":")
+    own = config.target.rpartition(":")[0]
+    module = _module(path) if path else sys.modules[Path(own).stem]  # the file of the target is loaded
+    adapter = _object(module, path or own, name)
+    require(inspect.isfunction(adapter), f"call={config.call} must be a function, got {type(adapter).__name__}")
+    return adapter
 
 
 def _made(subject: Any, target: str) -> Any:
