@@ -18,26 +18,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from minitx.check import search
 from minitx.check import strict as kernels
 from minitx.check.cases import BLIND, BLIND_MOVED, CASES, DRAWS, HALF, SIMPLE, Case, Outcome, by_definition
 from minitx.check.mutants import MUTANTS, Mutant
 from minitx.check.reference import dtype_name, tolerance
 from minitx.check.results import Check, Finding, Report, Severity, Status
-from minitx.check.search import (
-    Expected,
-    Judge,
-    Mistakes,
-    Trial,
-    are_close,
-    beyond,
-    dependences,
-    diagnose,
-    further_mistakes,
-    is_moved,
-    passes,
-    trials,
-)
-from minitx.check.subjects import AttentionLayer, DoesNotApplyError, Subject, adapted, instance_of, make_subject
+from minitx.check.search import Expected, Judge, Mistakes, Trial, are_close, dependences, is_moved, passes
+from minitx.check.subjects import AdaptedFunction, AttentionLayer, DoesNotApplyError, Subject, instance_of, make_subject
 
 EXERCISE_STAGES = (1, 2, 3, 4, 5)
 """The stages of a graded exercise: plain; masks; queries without a visible key; wide values and causal; half precision and large scores."""
@@ -96,8 +84,8 @@ def check_attention(
         function, made = instance_of(function)
 
     def report_in(dtype: torch.dtype) -> Report:
-        subject = make_subject(function, device, dtype, seed) if call is None else adapted(function, call, device, dtype, seed)
-        return _examined(subject, mask, stage, name, made)
+        adapted = None if call is None else AdaptedFunction(function, call, dtype, device, seed)
+        return _examined(adapted or make_subject(function, device, dtype, seed), mask, stage, name, made)
 
     report = report_in(dtype)
     has_infinity = any(check.size == torch.inf for check in report.with_status(Status.FAILED))
@@ -133,12 +121,12 @@ def _examined(subject: Subject, mask: str | None, stage: int | None, name: str, 
             advice = f"Without dropout, two calls are equal. In evaluation, F.dropout needs {argument}."
             return report(subject.describe(way), untried(fault), [Finding("random", Severity.WRONG, fault, advice)])
     judge, faults = Judge(subject.dtype), dict[str, None]()
-    diagnosis = diagnose(judge, trials(subject, judge, mask, faults))
+    diagnosis = search.diagnose(judge, search.trials(subject, judge, mask, faults))
     if diagnosis is None:
         finding = _uncalled(subject, list(faults))
         return report("", untried(finding.fault), [finding])
     trial, mistakes = diagnosis.trial, diagnosis.mistakes
-    mistakes = None if mistakes is None else mistakes + further_mistakes(judge, trial, mistakes)
+    mistakes = None if mistakes is None else mistakes + search.further_mistakes(judge, trial, mistakes)
     if stage is None:
         trial.run(DRAWS, optional=[case for case in DRAWS if case.batch > 1 or case.rows > SIMPLE.rows])  # refusals of a size
     verdicts = _Verdicts(judge, trial, mistakes, diagnosis.others, diagnosis.wide, mask)
@@ -197,7 +185,7 @@ class _Verdicts:
         self.judge, self.trial, self.others, self.wide, self.meaning = judge, trial, others, wide, meaning
         self.subject, self.outcomes = trial.subject, trial.outcomes
         self.mistakes = mistakes
-        self.beyond = "" if self.mistakes else beyond(judge, trial)
+        self.beyond = "" if self.mistakes else search.beyond(judge, trial)
 
     # --- checks
 

@@ -13,17 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode  # documented in torch's notes on extending it
 
-from minitx.check.calling import (
-    HINTS,
-    QKV,
-    MaskForm,
-    ReturnError,
-    choices,
-    fault_text,
-    first_that_works,
-    invoke,
-    read_arguments,
-)
+from minitx.check import calling
+from minitx.check.calling import HINTS, QKV, MaskForm, ReturnError, choices, fault_text, first_that_works, invoke
 from minitx.check.cases import HEADS, WIDTH, Case, HeadSizes, Operands, Outcome, drawn, results_of, through_mask
 from minitx.check.copying import copied
 
@@ -37,12 +28,9 @@ class DoesNotApplyError(NotTriedError):
 
 
 MEANINGS = (
-    MaskForm(),
-    MaskForm(torch.int),
-    MaskForm(torch.float64),
+    *(MaskForm(dtype) for dtype in (torch.bool, torch.int, torch.float64)),
     MaskForm(torch.float64, added=-torch.inf),
-    MaskForm(hides=True),
-    MaskForm(torch.float64, hides=True),
+    *(MaskForm(dtype, hides=True) for dtype in (torch.bool, torch.float64)),
 )
 PADDING, FOUR_AXES, THREE_AXES = ("B--S", "B11S"), ("B1LS", "BHLS", "B-LS", "--LS", "B--S"), ("NHLS", "--LS", "NH-S")
 
@@ -136,20 +124,21 @@ class Subject:
         function: the function or module to call.
         dtype: the dtype of the inputs. device: the device of the inputs.
         seed: the seed of the inputs.
+
+    Attributes:
+        width: the width of all heads.
         is_adapted: whether the function takes query, key, value and a bool mask by position, as an adapter does.
     """
 
-    is_layer = False
+    is_layer, is_adapted, width = False, False, HEADS * WIDTH
 
-    def __init__(
-        self, function: Any, dtype: torch.dtype, device: torch.device | str, seed: int, is_adapted: bool = False
-    ) -> None:
-        self.function, self.dtype, self.device, self.seed, self.is_adapted = function, dtype, device, seed, is_adapted
-        self.arguments = read_arguments(function)
+    def __init__(self, function: Any, dtype: torch.dtype, device: torch.device | str, seed: int) -> None:
+        self.function, self.dtype, self.device, self.seed = function, dtype, device, seed
+        self.name = getattr(function, "__name__", type(function).__name__)
+        self.arguments = calling.read_arguments(function)
         self.mask = self.arguments.named("kept", "mask", "padding")
+        self.is_for_padding = self.mask is not None and self.mask == self.arguments.named("padding")
         self.causal = self.arguments.named("causal")
-        if is_adapted:
-            self.mask, self.causal = next(iter(self.arguments.names[len(QKV) :]), None), None
         self.refused: dict[str, str] = {}  # arguments that raise, and their errors
         self.changed: set[str] = set()  # the arguments that calls since the last reset changed in place
         self.known: dict[tuple[Any, ...], Outcome] = {}
@@ -175,39 +164,27 @@ class Subject:
         layouts = [HEADS_FIRST] if self.is_adapted else [HEADS_FIRST, AXES_3, LENGTH_FIRST, AXES_2]
         yield from ((layout, Inner()) for layout in layouts + [WHOLE] * ("heads" in self.arguments.roles))
 
-    @property
-    def width(self) -> int:
-        """The width of all heads."""
-        return HEADS * WIDTH
-
     def ways(self) -> Iterator[Way]:
         """Yield ways to call it without a mask, the most likely first."""
         arguments = self.arguments
         for order, (layout, inner) in product(self.orders(), self.places()):
             rest = [name for name in arguments.required if name not in order.values()]
             guessed = tuple(name for name in rest if arguments.role_of(name) is None)
-            known = {
-                "heads": inner.heads,
-                "width": self.width // inner.heads,
-                "embed": self.width,
-                "dropout": 0.0,
-                "causal": False,
-            }
-            guesses = (None, known["width"], inner.heads, self.width)
+            width, heads = self.width // inner.heads, inner.heads
+            known = {"heads": heads, "width": width, "embed": self.width, "dropout": 0.0, "causal": False}
+            guesses = (None, width, heads, self.width)
             fixed = {name: guesses if name in guessed else (known.get(arguments.role_of(name) or ""),) for name in rest}
             if layout is WHOLE:
-                fixed[arguments.roles["heads"]] = (inner.heads,)
+                fixed[arguments.roles["heads"]] = (heads,)
             for values in choices(fixed):
                 yield Way(order, values, guessed, layout, self.mask, causal=self.causal, inner=inner)
 
     def mask_ways(self, way: Way, meaning: str | None) -> Iterator[Way]:
         """Yield a way for each form of a mask. ``meaning``: "keep" or "hide", the only meaning to try."""
-        is_padding = self.mask is not None and self.mask == self.arguments.roles.get("padding")
-        shapes = ("B1LS",) if self.is_adapted else PADDING if is_padding else way.layout.masks
+        shapes = ("B1LS",) if self.is_adapted else PADDING if self.is_for_padding else way.layout.masks
+        meanings = MEANINGS[:1] if self.is_adapted else MEANINGS
         others = [name for name in self.without_role() if self.arguments.defaults[name] is None]
-        for name, axes, form in product(
-            [self.mask] if self.mask else others, shapes, MEANINGS[: 1 if self.is_adapted else None]
-        ):
+        for name, axes, form in product([self.mask] if self.mask else others, shapes, meanings):
             guessed = way.guessed if self.mask else (*way.guessed, name)
             if meaning is None or (form.added is None and form.hides == (meaning == "hide")):
                 yield replace(way, mask=name, guessed=guessed, form=replace(form, axes=axes))
@@ -284,22 +261,18 @@ class Subject:
         output, weights = _output_and_weights(result, way.layout.put(torch.empty(B, H, L, width, device="meta")).shape)
         return way.layout.take(output, H), weights
 
-    def sizes(self, way: Way) -> HeadSizes:
-        """Return the sizes of the heads."""
-        return HeadSizes(mask=way.kind)
-
     def inputs(self, way: Way, case: Case) -> Operands:
         """Return the inputs of a case, with the causal mask inside the mask if there is no option for it."""
         if case.mask and way.mask is None:
             raise NotTriedError("no argument for a mask was found")
         if "x" in way.order and case.rows != case.keys:
             raise DoesNotApplyError("it takes one input for queries and keys")
-        inputs = drawn(case, self.sizes(way), self.seed)
+        inputs = drawn(case, HeadSizes(way.inner.heads, self.width // way.inner.heads, way.kind), self.seed)
         if not case.is_causal or way.causal is not None:
             return inputs
         if way.mask is None:
             raise NotTriedError("it takes neither a causal option nor a mask")
-        if way.kind != "cells" or (self.mask == self.arguments.roles.get("padding") and not self.is_adapted):
+        if way.kind != "cells" or self.is_for_padding:
             raise NotTriedError("it takes no causal option, and no mask for each query")
         return through_mask(inputs)
 
@@ -329,11 +302,6 @@ class Subject:
         used = {*way.order.values(), *way.fixed, way.causal, way.mask if way.form else None}
         return [name for name in self.arguments.names if name in used]
 
-    @property
-    def name(self) -> str:
-        """The name of what is called."""
-        return getattr(self.function, "__name__", type(self.function).__name__)
-
     def describe(self, way: Way) -> str:
         """Describe the call in one readable line."""
         listed = ", ".join(f"{n}={way.fixed[n]}" if way.fixed.get(n) is not None else n for n in self.used(way))
@@ -354,6 +322,24 @@ def reused(call: Callable[[dict[str, Tensor]], Any], tensors: Mapping[str, Tenso
     return call({name: tensor.copy_(tensors[name].detach()) for name, tensor in again.items()})
 
 
+class AdaptedFunction(Subject):
+    """A function or module that the caller's adapter calls: (function, query, key, value), and a bool mask if it takes one."""
+
+    is_adapted = True
+
+    def __init__(
+        self, function: Any, call: Callable[..., Any], dtype: torch.dtype, device: torch.device | str, seed: int
+    ) -> None:
+        names = calling.read_arguments(call).names
+        if len(names) not in (len(QKV) + 1, len(QKV) + 2):
+            must = "must take (function, query, key, value, mask), or no mask"
+            raise ValueError(f"call={call.__name__} {must}, got ({', '.join(names)})")
+        function = copied(function).to(device, dtype).eval() if isinstance(function, nn.Module) else function
+        super().__init__(partial(call, function), dtype, device, seed)
+        self.name, self.causal, self.is_for_padding = call.__name__, None, False
+        self.mask = next(iter(self.arguments.names[len(QKV) :]), None)
+
+
 class AttentionLayer(Subject):
     """A module with projections of queries, keys and values. Its attention is the part between its products with parameters."""
 
@@ -362,32 +348,25 @@ class AttentionLayer(Subject):
     def __init__(self, function: nn.Module, dtype: torch.dtype, device: torch.device | str, seed: int) -> None:
         self.module = copied(function).to(device, dtype).eval()
         super().__init__(self.module, dtype, device, seed)
-        matrices = [p for p in self.module.parameters() if p.ndim == 2] or [p for p in self.module.parameters() if p.ndim > 1]
-        sizes = [size for p in matrices for size in p.shape]
-        self._width = next((width for width in self._attributes("embed") if width in sizes), min(sizes))
-        self.products: dict[Any, list[Product] | Exception] = {}
-
-    @property
-    def width(self) -> int:
-        return self._width
+        self.name = f"{type(function).__name__}.forward"
+        self.matrices = {name: p for name, p in self.module.named_parameters() if p.ndim > 1}
+        flat = [p for p in self.matrices.values() if p.ndim == 2] or list(self.matrices.values())
+        sizes = [size for p in flat for size in p.shape]
+        self.width = next((width for width in self._attributes("embed") if width in sizes), min(sizes))
+        self.products: dict[Any, tuple[list[Product], Outcome]] = {}
 
     def _attributes(self, role: str) -> list[int]:
-        names = (name for name in vars(self.module) if re.fullmatch(HINTS[role], name.lower()))
-        return [value for name in names if isinstance(value := getattr(self.module, name), int) and not isinstance(value, bool)]
+        attributes = [value for name, value in vars(self.module).items() if re.fullmatch(HINTS[role], name.lower())]
+        return [value for value in attributes if type(value) is int]
 
     def places(self) -> Iterator[tuple[Layout, Inner]]:
         stated = [count for count in self._attributes("heads") if count > 0 and self.width % count == 0][:1]
         counts = stated or [count for count in (1, 2, 3, 4, 6, 8, 12, 16) if self.width % count == 0]
-        matrices = {name: p for name, p in self.module.named_parameters() if p.ndim > 1}
-        is_fused = any(size == len(QKV) * self.width for p in matrices.values() for size in p.shape)
-        has_order = is_fused or _by_names(list(matrices)) is not None
+        is_fused = any(size == len(QKV) * self.width for p in self.matrices.values() for size in p.shape)
+        has_order = is_fused or _by_names(list(self.matrices)) is not None
         orders = [None] if has_order else list(permutations(range(len(QKV))))
         layout = LAYER if getattr(self.module, "batch_first", True) else LAYER_LENGTH_FIRST
-        for parts in product(counts, (True, False), (False, True)[: 1 + is_fused], orders):
-            yield layout, Inner(*parts)
-
-    def sizes(self, way: Way) -> HeadSizes:
-        return HeadSizes(way.inner.heads, self.width // way.inner.heads, way.kind)
+        yield from ((layout, Inner(*parts)) for parts in product(counts, (True, False), {False, is_fused}, orders))
 
     def refuse(self, way: Way, case: Case) -> None:
         if case.kv_heads or case.value_width or case.low is not None:
@@ -400,33 +379,21 @@ class AttentionLayer(Subject):
     def measured(self, way: Way, case: Case, inputs: Operands) -> Outcome:
         key = case, inputs.query.shape[1], *way.call_key  # ways that only split the products differently share the call
         if key not in self.products:
-            try:
-                self.products[key] = self._watched(way, inputs, case.hidden)
-            except Exception as error:
-                self.products[key] = error
-        products = self.products[key]
-        if isinstance(products, Exception):
-            raise products
-        query, key, value, output = _heads(products, way.inner, self.width, case)
-        seen = replace(inputs, query=query, key=key, value=value)
-        return Outcome(case, seen, output, gradients=products[-1].gradients, changed=products[-1].changed)
-
-    def _watched(self, way: Way, inputs: Operands, hidden: float) -> list[Product]:
-        tensors = dict(zip(QKV, inputs.heads, strict=True)) | {"x": inputs.query + hidden}
-        leaves = {n: way.layout.put(tensors[r]).to(self.device, self.dtype).requires_grad_() for r, n in way.order.items()}
-        options = self.options(way, inputs, inputs.query.shape[1], self.dtype)
-        with Products(self.module) as watched:
-            result = self.call({**options, **leaves})
-        output = result[0] if isinstance(result, tuple | list) else result
-        if not isinstance(output, Tensor):
-            raise ReturnError(f"it returns {type(output).__name__}")
-        gradients = torch.autograd.grad(output.square().sum(), list(leaves.values()), materialize_grads=True)
-        on_cpu, changed = tuple(gradient.cpu() for gradient in gradients), tuple(self.changed & {way.mask})
-        return [*watched.seen, Product("", output, output, on_cpu, changed)]
-
-    @property
-    def name(self) -> str:
-        return f"{type(self.module).__name__}.forward"
+            tensors = dict(zip(QKV, inputs.heads, strict=True)) | {"x": inputs.query + case.hidden}
+            leaves = {n: way.layout.put(tensors[r]).to(self.device, self.dtype).requires_grad_() for r, n in way.order.items()}
+            options = self.options(way, inputs, inputs.query.shape[1], self.dtype)
+            with Products(self.matrices) as watched:
+                result = self.call({**options, **leaves})
+            output = result[0] if isinstance(result, tuple | list) else result
+            if not isinstance(output, Tensor):
+                raise ReturnError(f"it returns {type(output).__name__}")
+            gradients = torch.autograd.grad(output.square().sum(), list(leaves.values()), materialize_grads=True)
+            changed = tuple(self.changed & {way.mask})
+            on_cpu = tuple(gradient.cpu() for gradient in gradients)
+            self.products[key] = watched.seen, Outcome(case, inputs, output, gradients=on_cpu, changed=changed)
+        products, outcome = self.products[key]
+        query, key, value, output = _heads([*products, ("", outcome.output, outcome.output)], way.inner, self.width, case)
+        return replace(outcome, inputs=replace(inputs, query=query, key=key, value=value), output=output)
 
     def forget(self) -> None:
         super().forget()
@@ -434,22 +401,12 @@ class AttentionLayer(Subject):
 
     def idle_parameters(self) -> list[str]:
         """Return the names of the matrices that no call uses."""
-        used = {product.name for seen in self.products.values() if isinstance(seen, list) for product in seen}
-        return [name for name, p in self.module.named_parameters() if p.ndim == 2 and name not in used]
+        used = {name for products, _ in self.products.values() for name, *_ in products}
+        return [name for name, p in self.matrices.items() if p.ndim == 2 and name not in used]
 
 
-@dataclass(frozen=True, eq=False)
-class Product:
-    """A product of an activation with a parameter.
-
-    The last entry of a call is the output, with the gradients of the inputs, and the mask if the call changed it in place.
-    """
-
-    name: str
-    factor: Tensor
-    result: Tensor
-    gradients: tuple[Tensor, ...] = ()
-    changed: tuple[str, ...] = ()
+Product = tuple[str, Any, Any]
+"""A product of an activation with a parameter: the parameter's name, the activation and the result."""
 
 
 class _Recorder:
@@ -463,10 +420,8 @@ class _Recorder:
         if func.overloadpacket in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.linear):
             factors = [x for x in args if isinstance(x, Tensor) and x.ndim > 1]
             names = [self.names.get(factor.untyped_storage().data_ptr()) for factor in factors]
-            activation = next((factor for factor, name in zip(factors, names, strict=True) if name is None), None)
-            parameter = next((name for name in names if name is not None), None)
-            if parameter is not None and activation is not None:
-                self.seen.append(Product(parameter, activation, result))
+            if any(names) and None in names:
+                self.seen.append((next(filter(None, names)), factors[names.index(None)], result))
         return result
 
 
@@ -476,33 +431,30 @@ class Products(_Recorder, TorchDispatchMode):
     They are recorded below autograd, because ``nn.MultiheadAttention`` and layers with bare parameters call no submodule.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, matrices: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.names = {p.untyped_storage().data_ptr(): name for name, p in module.named_parameters() if p.ndim > 1}
-        self.seen: list[Product] = []
+        self.names = {p.untyped_storage().data_ptr(): name for name, p in matrices.items()}
+        self.seen = []
 
 
 def _output_and_weights(result: Any, shape: torch.Size) -> tuple[Tensor, Tensor | None]:
-    """The output, which has this shape, and the weights: the first other tensor of a tuple."""
+    """The output, which has this shape or at least this shape but for the width, and the weights: the first other tensor."""
     parts = [part for part in (result if isinstance(result, tuple | list) else (result,)) if isinstance(part, Tensor)]
-    output = next((part for part in parts if part.shape == shape), None)
-    if output is None:  # the width may differ
-        output = next((part for part in parts if part.shape[:-1] == shape[:-1]), None)
-    if output is None:
-        shapes = ", ".join(str(tuple(part.shape)) for part in parts) or type(result).__name__
-        raise ReturnError(f"it returns {shapes}, not {tuple(shape)}")
-    return output, next((part for part in parts if part is not output), None)
+    for output in [p for p in parts if p.shape == shape] + [p for p in parts if p.shape[:-1] == shape[:-1]]:
+        return output, next((part for part in parts if part is not output), None)
+    shapes = ", ".join(str(tuple(part.shape)) for part in parts) or type(result).__name__
+    raise ReturnError(f"it returns {shapes}, not {tuple(shape)}")
 
 
 def _heads(products: list[Product], inner: Inner, width: int, case: Case) -> list[Tensor]:
-    """Query, key, value and the output of attention, from the products with parameters and the layer's output."""
-    *before, last, output = products
-    pieces, mixed, mixed_inner = _projected_parts(before, inner, width), last.factor, inner
+    """Query, key, value and the output of attention, from the products with parameters, and the layer's output as the last."""
+    *before, (_, mixed, _) = products[:-1]
+    mixed_inner, pieces = inner, _projected_parts(before, inner, width)
     if len(pieces) != len(QKV):  # there may be no output projection
-        pieces, mixed = _projected_parts([*before, last], inner, width), output.result
-        mixed_inner = replace(inner, is_batch_first=True)
+        mixed_inner, mixed = replace(inner, is_batch_first=True), products[-1][2]
+        pieces = _projected_parts(products[:-1], inner, width)
     if len(pieces) != len(QKV):
-        seen = ", ".join(f"{product.name} {tuple(product.result.shape)}" for product in products[:-1])
+        seen = ", ".join(f"{name} {tuple(result.shape)}" for name, _, result in products[:-1])
         raise ValueError(f"expected three projections and an output, got: {seen or 'no product with a parameter'}")
     order = inner.order or _by_names([name for name, _ in pieces]) or range(len(QKV))
     lengths = case.rows, case.keys, case.keys
@@ -512,14 +464,12 @@ def _heads(products: list[Product], inner: Inner, width: int, case: Case) -> lis
 
 def _projected_parts(products: list[Product], inner: Inner, width: int) -> list[tuple[str, Tensor]]:
     """The projections. Fused projections are split."""
-    pieces = []
-    for name, result in ((entry.name, entry.result) for entry in products):
-        count = result.shape[-1] // width
-        parts: Sequence[Tensor] = [result]
+    pieces: list[tuple[str, Tensor]] = []
+    for name, _, result in products:
+        count, rest = divmod(result.shape[-1], width)
+        parts = [result] if rest or not count else list(result.split(width, dim=-1))
         if inner.is_per_head and count == len(QKV):
             parts = [part.flatten(-2) for part in result.unflatten(-1, (inner.heads, count, -1)).unbind(-2)]
-        elif count > 1 and result.shape[-1] % width == 0:
-            parts = result.split(width, dim=-1)
         pieces += [(name, part) for part in parts]
     return pieces
 
@@ -563,24 +513,13 @@ def make_subject(function: Any, device: torch.device | str, dtype: torch.dtype, 
     return subject
 
 
-def adapted(function: Any, call: Callable[..., Any], device: torch.device | str, dtype: torch.dtype, seed: int) -> Subject:
-    """Return the subject that an adapter calls: (function, query, key, value), and a bool mask if there is a fifth parameter."""
-    function = copied(function).to(device, dtype).eval() if isinstance(function, nn.Module) else function
-    if len(names := read_arguments(call).names) not in (len(QKV) + 1, len(QKV) + 2):
-        must = "must take (function, query, key, value, mask), or no mask"
-        raise ValueError(f"call={call.__name__} {must}, got ({', '.join(names)})")
-    bound = partial(call, function)
-    bound.__name__ = call.__name__  # type: ignore[attr-defined]
-    return Subject(bound, dtype, device, seed, is_adapted=True)
-
-
 def instance_of(cls: type[Any]) -> tuple[Any, str]:
     """Return an instance of a class, and the call that made it. Sizes are found by names, or else by trying.
 
     Raises:
         ValueError: every call raises.
     """
-    arguments = read_arguments(cls)
+    arguments = calling.read_arguments(cls)
     known = {"heads": HEADS, "width": WIDTH, "embed": HEADS * WIDTH, "dropout": 0.0}
     guesses = (HEADS * WIDTH, HEADS, WIDTH, 0.0, None)
     roles = {name: arguments.role_of(name) for name in arguments.required}
