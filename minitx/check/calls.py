@@ -19,18 +19,21 @@ import torch
 from torch import nn
 
 from minitx.check import search
-from minitx.check import strict as kernels
+from minitx.check import strict as strict_cases
 from minitx.check.cases import BLIND, BLIND_MOVED, CASES, DRAWS, HALF, SIMPLE, Case, Outcome, by_definition
 from minitx.check.mutants import MUTANTS, Mutant
-from minitx.check.reference import dtype_name, tolerance
+from minitx.check.reference import dtype_name
 from minitx.check.results import Check, Finding, Report, Severity, Status
 from minitx.check.search import Expected, Judge, Mistakes, Trial, are_close, dependences, is_moved, passes
-from minitx.check.subjects import AdaptedFunction, AttentionLayer, DoesNotApplyError, Subject, instance_of, make_subject
+from minitx.check.subjects import AdaptedFunction, AttentionLayer, DoesNotApplyError, Subject, Way, instance_of, make_subject
 
 EXERCISE_STAGES = (1, 2, 3, 4, 5)
 """The stages of a graded exercise: plain; masks; queries without a visible key; wide values and causal; half precision and large scores."""
 
 BLIND_GRADIENT = "gradients-where-a-query-sees-nothing"
+
+PASSED, FAILED, NOT_TRIED = Status
+WRONG, FRAGILE, NOTE = Severity
 
 Placed = tuple[Finding, set[str]]
 """A finding, and the ids of the checks that show it."""
@@ -77,8 +80,8 @@ def check_attention(
         raise ValueError("strict and stage or call cannot be combined: strict checks all cases of one signature")
     name = getattr(function, "__name__", type(function).__name__)
     if strict:
-        checks = kernels.check_cases(function, device=device)
-        return Report(name, f"{name}(query, key, value, ...)", seed, tuple(checks), tuple(kernels.findings_of(checks)))
+        checks = strict_cases.check_cases(function, device=device)
+        return Report(name, f"{name}(query, key, value, ...)", seed, tuple(checks), tuple(strict_cases.findings_of(checks)))
     made = ""
     if inspect.isclass(function):
         function, made = instance_of(function)
@@ -88,10 +91,10 @@ def check_attention(
         return _examined(adapted or make_subject(function, device, dtype, seed), mask, stage, name, made)
 
     report = report_in(dtype)
-    has_infinity = any(check.size == torch.inf for check in report.with_status(Status.FAILED))
+    has_infinity = any(check.size == torch.inf for check in report.with_status(FAILED))
     if dtype == torch.float64 and (not report.called_as or has_infinity):  # it may create float32 tensors
         narrow = report_in(torch.float32)
-        is_better = len(narrow.with_status(Status.FAILED)) < len(report.with_status(Status.FAILED))
+        is_better = len(narrow.with_status(FAILED)) < len(report.with_status(FAILED))
         report = narrow if narrow.called_as and (is_better or not report.called_as) else report
     if call is not None and not report.called_as:
         raise ValueError(f"call={call.__name__} does not call {name}: {report.findings[0].witness or report.findings[0].fault}")
@@ -106,51 +109,54 @@ def _examined(subject: Subject, mask: str | None, stage: int | None, name: str, 
         called_as = f"{made}; {called_as}" if made and called_as else called_as
         return Report(name, called_as, subject.seed, tuple(checks), tuple(findings), stage)
 
-    def untried(reason: str) -> list[Check]:
-        return [Check(case.id, Status.NOT_TRIED, reason) for case in CASES if stage in (None, case.stage)]
+    def untried(finding: Finding) -> list[Check]:
+        return [Check(case.id, NOT_TRIED, finding.fault) for case in CASES if stage in (None, case.stage)]
 
-    plain = ((way, subject.tried(way, SIMPLE).output) for way in subject.ways())
-    way, first = next(((way, output) for way, output in plain if output is not None), (None, None))
-    if way is not None and first is not None:
-        subject.forget()
-        second = subject.tried(way, SIMPLE).output
-        if second is None or not are_close(second, first.double()):
-            fault = "two calls with the same inputs differ"
-            is_module = isinstance(subject.function, nn.Module)
-            argument = "training=self.training" if is_module else "training=False, or an argument of your function for it"
-            advice = f"Without dropout, two calls are equal. In evaluation, F.dropout needs {argument}."
-            return report(subject.describe(way), untried(fault), [Finding("random", Severity.WRONG, fault, advice)])
+    way = next((way for way in subject.ways() if subject.tried(way, SIMPLE).output is not None), None)
+    if way is not None and not _is_repeated(subject, way):
+        argument = "training=False, or an argument of your function for it"
+        argument = "training=self.training" if isinstance(subject.function, nn.Module) else argument
+        advice = f"Without dropout, two calls are equal. In evaluation, F.dropout needs {argument}."
+        finding = Finding("random", WRONG, "two calls with the same inputs differ", advice)
+        return report(subject.describe(way), untried(finding), [finding])
     judge, faults = Judge(subject.dtype), dict[str, None]()
     diagnosis = search.diagnose(judge, search.trials(subject, judge, mask, faults))
     if diagnosis is None:
         finding = _uncalled(subject, list(faults))
-        return report("", untried(finding.fault), [finding])
-    trial, mistakes = diagnosis.trial, diagnosis.mistakes
-    mistakes = None if mistakes is None else mistakes + search.further_mistakes(judge, trial, mistakes)
-    if stage is None:
-        trial.run(DRAWS, optional=[case for case in DRAWS if case.batch > 1 or case.rows > SIMPLE.rows])  # refusals of a size
-    verdicts = _Verdicts(judge, trial, mistakes, diagnosis.others, diagnosis.wide, mask)
-    checks = [check for case in (CASES if stage else (*CASES, *DRAWS)) for check in verdicts.checks(case)]
-    findings = list(verdicts.findings())
+        return report("", untried(finding), [finding])
+    trial, cases = diagnosis.trial, CASES if stage else (*CASES, *DRAWS)
+    if (mistakes := diagnosis.mistakes) is not None:
+        diagnosis = replace(diagnosis, mistakes=mistakes + search.further_mistakes(judge, trial, mistakes))
+    trial.run(cases[len(CASES) :], optional=[case for case in DRAWS if case.batch > 1 or case.rows > SIMPLE.rows])
+    verdicts = _Verdicts(judge, diagnosis, mask)
+    checks, findings = [check for case in cases for check in verdicts.checks(case)], [*verdicts.findings()]
     if stage is None:
         reasons = {argument: f"it raises {fault}" for argument, fault in subject.refused.items()}
         unused = [argument for argument in subject.arguments.names if argument not in subject.used(trial.way)]
-        checks += [Check(f"argument {n}", Status.NOT_TRIED, reasons.get(n, "no case uses it")) for n in unused]
+        checks += [Check(f"argument {n}", NOT_TRIED, reasons.get(n, "no case uses it")) for n in unused]
     else:
         checks, findings = _graded(stage, trial, checks, findings)
     called = subject.describe(trial.way) + (", causal by default" if trial.is_causal else "")
     return report(called, checks, [finding for finding, _ in findings])
 
 
+def _is_repeated(subject: Subject, way: Way) -> bool:
+    """Whether a second call gives the same output."""
+    first = subject.tried(way, SIMPLE).output
+    subject.forget()
+    second = subject.tried(way, SIMPLE).output
+    return first is not None and second is not None and are_close(second, first.double())
+
+
 def _uncalled(subject: Subject, faults: list[str]) -> Finding:
     """The finding if no way to call it was found."""
+    id, witness = "cannot-be-called", "; ".join(faults[:3])
     if faults and all(reason.startswith("it returns NoneType") for reason in faults):
-        return Finding("cannot-be-called", Severity.WRONG, "it returns None", "Is the return statement missing?")
-    witness, is_guess = "; ".join(faults[:3]), any(reason.startswith("no value is known") for reason in faults)
-    if not subject.is_layer and len(faults) == 1 and not faults[0].startswith("it returns") and not is_guess:
-        return Finding("cannot-be-called", Severity.WRONG, "it raises the same error in every call", witness=witness)
+        return Finding(id, WRONG, "it returns None", "Is the return statement missing?")
+    if not subject.is_layer and len(faults) == 1 and not faults[0].startswith(("it returns", "no value is known")):
+        return Finding(id, WRONG, "it raises the same error in every call", witness=witness)
     advice = "Check a function of queries, keys and values, an attention layer alone, or the whole model, or write call=."
-    return Finding("cannot-be-called", Severity.FRAGILE, "no way to call it was found", advice, witness)
+    return Finding(id, FRAGILE, "no way to call it was found", advice, witness)
 
 
 def _graded(stage: int, trial: Trial, checks: list[Check], findings: list[Placed]) -> tuple[list[Check], list[Placed]]:
@@ -158,43 +164,31 @@ def _graded(stage: int, trial: Trial, checks: list[Check], findings: list[Placed
     ids = {case.id for case in CASES if case.stage == stage} | ({BLIND_GRADIENT} if stage == BLIND.stage else set())
     ids -= {case.id for case, reason in trial.not_tried.items() if isinstance(reason, DoesNotApplyError)}
     checks = [check for check in checks if check.id in ids]
-    graded = [(finding, places) for finding, places in findings if not places or places & ids]
-    graded = [
-        (replace(finding, severity=Severity.WRONG) if places and finding.severity != Severity.NOTE else finding, places)
-        for finding, places in graded
-    ]
-    for check in checks:
-        if check.status == Status.NOT_TRIED:
-            fault = f"{check.id} could not be tried: {check.reason}"
-            graded.append((Finding(f"untried-{check.id}", Severity.WRONG, fault, f"Stage {stage} needs it."), {check.id}))
-    return checks, graded
+    for check in (check for check in checks if check.status == NOT_TRIED):
+        fault = f"{check.id} could not be tried: {check.reason}"
+        findings.append((Finding(f"untried-{check.id}", WRONG, fault, f"Stage {stage} needs it."), {check.id}))
+    findings = [(finding, places) for finding, places in findings if not places or places & ids]
+    severe = [WRONG if places and finding.severity != NOTE else finding.severity for finding, places in findings]
+    return checks, [(replace(f, severity=s), places) for (f, places), s in zip(findings, severe, strict=True)]
 
 
 class _Verdicts:
     """The checks and findings of a trial."""
 
-    def __init__(
-        self,
-        judge: Judge,
-        trial: Trial,
-        mistakes: Mistakes | None,
-        others: tuple[Mistakes, ...],
-        wide: Trial | None,
-        meaning: str | None,
-    ) -> None:
-        self.judge, self.trial, self.others, self.wide, self.meaning = judge, trial, others, wide, meaning
-        self.subject, self.outcomes = trial.subject, trial.outcomes
-        self.mistakes = mistakes
-        self.beyond = "" if self.mistakes else search.beyond(judge, trial)
+    def __init__(self, judge: Judge, diagnosis: search.Diagnosis, meaning: str | None) -> None:
+        self.judge, self.trial, self.meaning = judge, diagnosis.trial, meaning
+        self.mistakes, self.others, self.wide = diagnosis.mistakes, diagnosis.others, diagnosis.wide
+        self.subject, self.outcomes = self.trial.subject, self.trial.outcomes
+        self.beyond = "" if self.mistakes else search.beyond(judge, self.trial)
 
     # --- checks
 
     def checks(self, case: Case) -> Iterator[Check]:
         """Yield the checks of one case."""
         reason, size, allowed = self._fault(case)
-        status = Status.NOT_TRIED if case not in self.outcomes else Status.FAILED if reason else Status.PASSED
-        if status == Status.FAILED and self.beyond and ("differs" in reason or case in HALF):
-            status, reason = Status.NOT_TRIED, self.beyond
+        status = NOT_TRIED if case not in self.outcomes else FAILED if reason else PASSED
+        if status == FAILED and self.beyond and ("differs" in reason or case in HALF):
+            status, reason = NOT_TRIED, self.beyond
         yield Check(case.id, status, reason, size, allowed)
         if case is BLIND_MOVED:
             yield self._blind_gradient()
@@ -204,31 +198,17 @@ class _Verdicts:
         outcome = self.outcomes.get(case)
         if outcome is None:
             return str(self.trial.not_tried[case]), None, None
-        if case is BLIND_MOVED:
-            is_finite = outcome.output is not None and bool(outcome.output.isfinite().all())
-            moved = "hidden values move the output" if is_moved(self.trial) else ""
-            return moved if is_finite else "the output is NaN", None, None
+        if case is BLIND_MOVED or (case is BLIND and outcome.output is not None):
+            moved = "hidden values move the output" if case is BLIND_MOVED and is_moved(self.trial) else ""
+            return moved if _is_finite(outcome) else "the output is NaN", None, None
         if outcome.output is None:
             return f"it raises {outcome.fault}", None, None
-        if case is BLIND:
-            return "" if outcome.output.isfinite().all() else "the output is NaN", None, None
-        if case in HALF:
-            return self._half(outcome)
+        if case in HALF:  # plain torch rounds weights and scores once more than the reference
+            (dtype,) = case.dtypes
+            exact, low = (by_definition(outcome.inputs, dtype, precision)["output"] for precision in (torch.float64, dtype))
+            return strict_cases.compared("the output", outcome.output, exact, low, dtype, factor=2.0)
         is_right = passes(self.judge, self.trial, outcome)
         return "" if is_right else "the output or a gradient differs", self._difference(outcome), None
-
-    def _half(self, outcome: Outcome) -> tuple[str, float | None, float | None]:
-        """Half precision: at most twice the error of the reference in the same dtype."""
-        (dtype,), output = outcome.case.dtypes, outcome.output
-        assert output is not None
-        exact, low = (by_definition(outcome.inputs, dtype, precision)["output"] for precision in (torch.float64, dtype))
-        if output.dtype != dtype:
-            return f"the output is {dtype_name(output.dtype)}", None, None
-        if output.shape != exact.shape:
-            return "the output has another shape", None, None
-        allowed = 2 * tolerance(exact, low, dtype)  # weights and scores are rounded once more in plain torch
-        size = (output.double() - exact).abs().nan_to_num(torch.inf).max().item()
-        return "" if size <= allowed else "it is inexact", size, allowed
 
     def _difference(self, outcome: Outcome) -> float | None:
         expected = self.judge.answer(outcome.inputs).output
@@ -240,9 +220,9 @@ class _Verdicts:
         outcome = self.outcomes.get(BLIND)
         if outcome is None or not outcome.gradients:
             reason = "there are no gradients" if outcome else str(self.trial.not_tried[BLIND])
-            return Check(BLIND_GRADIENT, Status.NOT_TRIED, reason)
-        is_finite = all(bool(gradient.isfinite().all()) for gradient in outcome.gradients)
-        return Check(BLIND_GRADIENT, Status.PASSED if is_finite else Status.FAILED, "" if is_finite else "a gradient is NaN")
+            return Check(BLIND_GRADIENT, NOT_TRIED, reason)
+        is_finite = all(gradient.isfinite().all() for gradient in outcome.gradients)
+        return Check(BLIND_GRADIENT, *((PASSED, "") if is_finite else (FAILED, "a gradient is NaN")))
 
     # --- findings
 
@@ -255,52 +235,48 @@ class _Verdicts:
             yield from self._named([o for o in failed if o.output is not None or o in explained], self.mistakes)
             failed = [o for o in failed if o not in explained]
         yield from self._unexplained(failed)
-        blind = self.outcomes.get(BLIND)
-        is_finite = blind is not None and blind.output is not None and bool(blind.output.isfinite().all())
-        if is_finite and self._blind_gradient().status == Status.FAILED:
+        if BLIND in self.outcomes and _is_finite(self.outcomes[BLIND]) and self._blind_gradient().status == FAILED:
             advice = "Hide with a finite number, and multiply the weights by the mask after the softmax."
             fault = "NaN in the gradient where a query sees nothing"
-            yield Finding("nan-gradient-where-a-query-sees-nothing", Severity.FRAGILE, fault, advice), {BLIND_GRADIENT}
-        yield from self._half_findings()
+            yield Finding("nan-gradient-where-a-query-sees-nothing", FRAGILE, fault, advice), {BLIND_GRADIENT}
+        if self.judge.fits_all(self.trial.ordinary):
+            yield from self._in_half_precision()
+            yield from self._weights()
         yield from self._of_the_mask()
-        yield from self._weights()
         yield from self._few_axes()
-        yield from self._changes()
+        mask, changed = self.trial.way.mask, {name: o.case.id for o in [*self.outcomes.values()][::-1] for name in o.changed}
+        if changed.keys() - {mask}:
+            advice = "Write q = q * scale instead of q *= scale."
+            yield Finding("changes-its-arguments", FRAGILE, "it changes its arguments in place", advice), {SIMPLE.id}
+        if mask in changed:
+            fault = f"it changes {mask} in place, so the next layer gets another mask"
+            yield Finding("changes-the-mask", WRONG, fault, f"Copy {mask} before you change it."), {changed[mask]}
         if isinstance(self.subject, AttentionLayer) and (idle := self.subject.idle_parameters()):
-            yield Finding("idle-parameters", Severity.WRONG, f"unused parameters: {', '.join(idle)}"), {SIMPLE.id}
+            yield Finding("idle-parameters", WRONG, f"unused parameters: {', '.join(idle)}"), {SIMPLE.id}
 
     def _named(self, failed: list[Outcome], mistakes: Mistakes) -> Iterator[Placed]:
         """Yield the named mistakes, those that show in the simplest case first."""
         shown = {mutant: self._shown(mutant, failed) for mutant in mistakes}
         order = list(self.outcomes)
         for mutant in sorted(shown, key=lambda mutant: min((order.index(o.case) for o in shown[mutant]), default=len(order))):
-            outcomes = shown[mutant]
-            is_finite = [outcome.output is not None and bool(outcome.output.isfinite().all()) for outcome in outcomes]
             # a finite output where a query sees nothing is right until it moves
-            seen = [
-                BLIND_MOVED if o.case is BLIND and finite else o.case for o, finite in zip(outcomes, is_finite, strict=True)
-            ]
-            names = [case.name for case in seen]
-            names = names if len(names) <= 4 else [*names[:3], f"{len(names) - 3} others"]
-            size = self._difference(outcomes[0]) if outcomes else None
+            cases = [BLIND_MOVED if o.case is BLIND and _is_finite(o) else o.case for o in shown[mutant]]
+            names = [case.name for case in cases[: 3 if len(cases) > 4 else 4]]
+            names += [f"{len(cases) - 3} others"] * (len(cases) > 4)
+            size = self._difference(shown[mutant][0]) if cases else None
             by = "" if size is None or size == torch.inf else f" (the output differs by {size:.2g})"
-            severity = Severity.FRAGILE if self._is_documented(mutant) else mutant.severity
-            yield (
-                Finding(mutant.id, severity, mutant.name, mutant.advice, f"seen in: {', '.join(names)}{by}"),
-                _places(outcomes),
-            )
+            severity, seen = FRAGILE if self._is_documented(mutant) else mutant.severity, f"seen in: {', '.join(names)}{by}"
+            yield Finding(mutant.id, severity, mutant.name, mutant.advice, seen), _places(shown[mutant])
         same = [other for other in self.others if len(other) == len(mistakes)]
         others = sorted({" with ".join(m.name for m in other if m not in shown) for other in same})
         if others and len(self.others) <= 4:
-            replaced = {mutant for other in same for mutant in shown if mutant not in other}
-            places = {outcome.case.id for mutant in replaced for outcome in shown[mutant]}
-            yield Finding("same-numbers", Severity.NOTE, f"the same numbers come from: {', '.join(others)}"), places
+            places = {o.case.id for other in same for mutant in shown if mutant not in other for o in shown[mutant]}
+            yield Finding("same-numbers", NOTE, f"the same numbers come from: {', '.join(others)}"), places
 
     def _is_documented(self, mutant: Mutant) -> bool:
         """Return whether the function's documentation states where its causal mask begins."""
-        text = inspect.getdoc(self.subject.function) or ""
-        is_stated = bool(re.search(r"(upper|top)[- ]left|tril\(diagonal=0\)", text))
-        return mutant.id == "causal-mask-from-the-upper-left" and is_stated
+        text, pattern = inspect.getdoc(self.subject.function) or "", r"(upper|top)[- ]left|tril\(diagonal=0\)"
+        return mutant.id == "causal-mask-from-the-upper-left" and bool(re.search(pattern, text))
 
     def _shown(self, mutant: Mutant, failed: list[Outcome]) -> list[Outcome]:
         """The failed outcomes that this mistake alone makes wrong, or all if it shows only with another mistake."""
@@ -311,39 +287,33 @@ class _Verdicts:
         """Yield a finding for outcomes that no mutant explains."""
         for outcome in (outcome for outcome in failed if outcome.output is None):
             id, fault = f"raises-{outcome.case.id}", f"it raises in: {outcome.case.name}"
-            yield Finding(id, Severity.FRAGILE, fault, witness=outcome.fault), {outcome.case.id}
-        failed = [outcome for outcome in failed if outcome.output is not None]
-        for outcome in failed:
-            assert outcome.output is not None
+            yield Finding(id, FRAGILE, fault, witness=outcome.fault), {outcome.case.id}
+        outputs = [(outcome, outcome.output) for outcome in failed if outcome.output is not None]
+        for outcome, output in outputs:
             shape = *outcome.inputs.query.shape[:3], outcome.inputs.value.shape[-1]
-            if outcome.output.shape != shape:
-                fault = f"the output has the shape {tuple(outcome.output.shape)}, not {shape}"
+            if output.shape != shape:
+                fault = f"the output has the shape {tuple(output.shape)}, not {shape}"
                 advice = "The output is weights @ value: it has the width of the values."
-                yield Finding("other-shape", Severity.WRONG, fault, advice), {outcome.case.id}
+                yield Finding("other-shape", WRONG, fault, advice), {outcome.case.id}
                 return
-        if not failed:
-            return
-        if self.beyond:
+        if outputs and self.beyond:
             text = f"{self.beyond}, so it is not compared with the definition"
-            yield Finding("more-than-the-definition", Severity.NOTE, text), set()
-            return
-        is_mild = all(outcome.case.is_extreme for outcome in failed)
-        sizes = [(outcome.case.name, self._difference(outcome)) for outcome in failed]
-        names = ", ".join(name if size is None else f"{name} by {size:.2g}" for name, size in sizes)
-        witness = "; ".join([names, *([] if is_mild else dependences(self.trial))])
-        fault = "it differs from the definition, and no known mistake explains it"
-        severity = Severity.FRAGILE if is_mild else Severity.WRONG
-        yield Finding("differs", severity, fault, witness=witness), _places(failed)
+            yield Finding("more-than-the-definition", NOTE, text), set()
+        elif outputs:
+            is_mild = all(outcome.case.is_extreme for outcome, _ in outputs)
+            sizes = [(outcome.case.name, self._difference(outcome)) for outcome, _ in outputs]
+            names = ", ".join(name if size is None else f"{name} by {size:.2g}" for name, size in sizes)
+            witness = "; ".join([names, *([] if is_mild else dependences(self.trial))])
+            fault = "it differs from the definition, and no known mistake explains it"
+            yield Finding("differs", FRAGILE if is_mild else WRONG, fault, witness=witness), _places([o for o, _ in outputs])
 
-    def _half_findings(self) -> Iterator[Placed]:
-        """Yield one finding for each reason in half precision. If float64 is wrong, half precision is not judged."""
-        reasons: dict[str, list[str]] = {}
-        for case in HALF:
-            if case in self.outcomes and (reason := self._fault(case)[0]):
-                reasons.setdefault(reason, []).append(case.id)
-        for reason, ids in reasons.items() if self.judge.fits_all(self.trial.ordinary) else ():
+    def _in_half_precision(self) -> Iterator[Placed]:
+        """Yield one finding for each reason in half precision."""
+        faults = {case.id: self._fault(case)[0] for case in HALF if case in self.outcomes}
+        for reason in dict.fromkeys(filter(None, faults.values())):
+            ids = [id for id, fault in faults.items() if fault == reason]
             advice = "Compute scores and softmax in float32, and use torch.finfo(dtype).min or -inf for what is hidden."
-            yield Finding(f"half-{ids[0]}", Severity.FRAGILE, f"in {', '.join(ids)}: {reason}", advice), set(ids)
+            yield Finding(f"half-{ids[0]}", FRAGILE, f"in {', '.join(ids)}: {reason}", advice), set(ids)
 
     def _of_the_mask(self) -> Iterator[Placed]:
         """Yield findings about the meaning of the mask, and a mask that is not accepted."""
@@ -351,19 +321,16 @@ class _Verdicts:
         is_padding, advice = "padding" in name, "Set mask=keep or mask=hide to choose."
         if form is not None and self.meaning is None and form.added is None and form.hides != is_padding:
             fault = f"in {name}, True = hide. If True should mean keep: mask inverted"
-            if is_padding:
-                fault = (
-                    f"{name} is True where a key is kept. In torch, an argument with this name is True where there is padding"
-                )
-            id = "padding-mask-keeps" if is_padding else "mask-hides"
-            yield Finding(id, Severity.FRAGILE, fault, advice), {"mask-hides"}
+            torchs = "In torch, an argument with this name is True where there is padding"
+            fault = f"{name} is True where a key is kept. {torchs}" if is_padding else fault
+            yield Finding("padding-mask-keeps" if is_padding else "mask-hides", FRAGILE, fault, advice), {"mask-hides"}
         if not self.trial.is_masked:
             fault = f"{name} accepts none of the forms of mask that were tried"
-            yield Finding("mask-not-accepted", Severity.FRAGILE, fault), {case.id for case in CASES if case.mask}
+            yield Finding("mask-not-accepted", FRAGILE, fault), {case.id for case in CASES if case.mask}
 
     def _weights(self) -> Iterator[Placed]:
         """Yield a finding if the returned weights did not produce the output."""
-        for outcome in self.trial.ordinary if self.judge.fits_all(self.trial.ordinary) else ():
+        for outcome in self.trial.ordinary:
             right = self.judge.answer(outcome.inputs).weights
             if outcome.weights is None or outcome.weights.numel() != right.numel():
                 continue
@@ -371,7 +338,7 @@ class _Verdicts:
             if not are_close(got, right, is_loose=True):
                 fault = "the returned weights differ from the weights that give the output"
                 witness = f"seen in: {outcome.case.name} (by {(got - right).abs().max().item():.2g})"
-                yield Finding("other-weights", Severity.WRONG, fault, witness=witness), {outcome.case.id}
+                yield Finding("other-weights", WRONG, fault, witness=witness), {outcome.case.id}
                 return
 
     def _few_axes(self) -> Iterator[Placed]:
@@ -379,24 +346,14 @@ class _Verdicts:
         if self.wide is not None:
             few, many = self.trial.way.layout.name, self.wide.way.layout.name
             plain = [o for c, o in self.wide.outcomes.items() if not (c.is_extreme or c.mask or c.is_causal or c.kv_heads)]
-            names = [m.name for m in MUTANTS if self.judge.fits_all(plain, (m,))]
+            names = [f"with {many}: {m.name}" for m in MUTANTS if self.judge.fits_all(plain, (m,))]
             fault = f"checked with {few}: with {many}, it runs and gives another result"
             advice = "Count axes from the end: softmax(dim=-1) and transpose(-2, -1)."
-            yield Finding("few-axes", Severity.FRAGILE, fault, advice, f"with {many}: {names[0]}" if names else ""), set()
+            yield Finding("few-axes", FRAGILE, fault, advice, "".join(names[:1])), set()
 
-    def _changes(self) -> Iterator[Placed]:
-        """Yield arguments that are changed in place. A changed mask is wrong, because the next layer gets it."""
-        mask = self.trial.way.mask
-        changed: dict[str | None, str] = {}
-        for outcome in self.outcomes.values():
-            for name in outcome.changed:
-                changed.setdefault(name, outcome.case.id)
-        if changed.keys() - {mask}:
-            advice = "Write q = q * scale instead of q *= scale."
-            yield Finding("changes-its-arguments", Severity.FRAGILE, "it changes its arguments in place", advice), {SIMPLE.id}
-        if mask in changed:
-            fault = f"it changes {mask} in place, so the next layer gets another mask"
-            yield Finding("changes-the-mask", Severity.WRONG, fault, f"Copy {mask} before you change it."), {changed[mask]}
+
+def _is_finite(outcome: Outcome) -> bool:
+    return outcome.output is not None and bool(outcome.output.isfinite().all())
 
 
 def _places(outcomes: list[Outcome]) -> set[str]:

@@ -67,23 +67,28 @@ def findings_of(checks: Iterable[Check]) -> list[Finding]:
     for check in checks:
         if check.status == Status.FAILED:
             failed.setdefault(check.id.partition("/")[0], []).append(check)
-    return [_finding_of_case(case, results) for case, results in failed.items()]
+    findings = []
+    for case, results in failed.items():
+        worst = max(results, key=lambda check: check.size or 0.0)
+        fault = f"case {case}, {', '.join(check.id.partition('/')[2] for check in results)}: {worst.reason}"
+        witness = "" if worst.size is None else f"error {worst.size:.2e}, allowed {worst.allowed:.2e}"
+        findings.append(Finding(case, Severity.WRONG, fault, witness=witness))
+    return findings
 
 
-def _finding_of_case(case: str, failed: list[Check]) -> Finding:
-    names = ", ".join(check.id.partition("/")[2] for check in failed)
-    worst = max(failed, key=lambda check: 0.0 if check.size is None else check.size)
-    witness = "" if worst.size is None else f"error {worst.size:.2e}, allowed {worst.allowed:.2e}"
-    return Finding(case, Severity.WRONG, f"case {case}, {names}: {worst.reason}", witness=witness)
+def compared(
+    name: str, got: Tensor | None, want: Tensor, low: Tensor, dtype: torch.dtype, size: float = 0.0, factor: float = 1.0
+) -> tuple[str, float | None, float | None]:
+    """Return a fault ("": none), the error, and the error that ``factor`` · ``tolerance`` allows."""
+    if got is None or got.shape != want.shape or got.dtype != dtype:
+        return f"{name} is {'missing' if got is None else f'{dtype_name(got.dtype)} of shape {tuple(got.shape)}'}", None, None
+    error = (got.double() - want).abs().nan_to_num(torch.inf).max().item()
+    allowed = factor * tolerance(want, low, dtype, size)
+    return "" if error <= allowed else f"{name} is inexact", error, allowed
 
 
 def _judged(
-    kernel: Callable[..., Any],
-    case: Case,
-    inputs: Operands,
-    options: dict[str, Any],
-    dtype: torch.dtype,
-    device: torch.device | str,
+    kernel: Callable[..., Any], case: Case, inputs: Operands, options: dict[str, Any], dtype: torch.dtype, device: Any
 ) -> Check:
     """Compare the kernel with ``naive_attention`` in one case."""
     id, want = f"{case.id}/{dtype_name(dtype)}", by_definition(inputs, dtype, torch.float64, is_graded=True)
@@ -96,26 +101,23 @@ def _judged(
     if changed:
         return Check(id, Status.FAILED, f"it changes {changed[0]} in place")
     low = by_definition(inputs, dtype, torch.float32 if dtype == torch.float64 else dtype, is_graded=True)
-    sizes: dict[str, float] = {}
+    again, sizes = "output without gradients", dict[str, float]()
     if dtype in (torch.float64, torch.float32):  # in half precision, rounding of the result dominates
         scale = case.options.get("scale", inputs.query.shape[-1] ** -0.5)
-        sizes = gradient_sizes(*inputs.heads[:3], inputs.cotangent, want["weights"], scale)
+        sizes = gradient_sizes(*inputs.heads, inputs.cotangent, want["weights"], scale)
+    judged = case.judged or (*(name for name in want if name != "weights" or "need_weights" in case.options), again)
     results = []
-    names = [name for name in want if name != "weights" or "need_weights" in case.options]
-    for name in case.judged or (*names, "output without gradients"):
-        key = "output" if name in ("spread", "output without gradients") else name
-        result = got.get("output" if name == "spread" else name)
-        if result is None or result.shape != want[key].shape or result.dtype != dtype:
-            fault = "missing" if result is None else f"{dtype_name(result.dtype)} of shape {tuple(result.shape)}"
-            return Check(id, Status.FAILED, f"{name.replace('spread', 'output')} is {fault}")
-        if name == "spread":  # the variance of Σ_j p_j m_j, the output for values of 1, is Σ_j p_j² dropout_p / (1 - dropout_p)
+    for name in judged:
+        key = "output" if name in (again, "spread") else name
+        fault, size, allowed = compared(
+            name, got.get(name.replace("spread", "output")), want[key], low[key], dtype, sizes.get(name, float("grad" in name))
+        )
+        if name == "spread" and size is not None:  # Σ_j p_j² dropout_p / (1 - dropout_p) is the variance for values of 1
             share = case.options["dropout_p"]
             variance = want["weights"].square().sum(-1, keepdim=True) * share / (1 - share)
-            error, allowed = abs(((result.double() - 1.0).square() / variance).mean().item() - 1.0), 0.5
-        else:
-            error = (result.double() - want[key]).abs().max().item()
-            allowed = tolerance(want[key], low[key], dtype, sizes.get(name, float("gradient" in name)))
-        results.append(Check(id, Status.PASSED if error <= allowed else Status.FAILED, name, error, allowed))  # NaN fails
+            size, allowed = abs(((got["output"].double() - 1.0).square() / variance).mean().item() - 1.0), 0.5
+            fault = "" if size <= allowed else "the spread of the output is another"
+        results.append(Check(id, Status.FAILED if fault else Status.PASSED, fault or name, size, allowed))
     failed = [result for result in results if result.status == Status.FAILED]
     return (failed or [max(results, key=lambda result: (result.size or 0.0) / (result.allowed or 1.0))])[0]
 
