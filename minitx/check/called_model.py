@@ -24,7 +24,6 @@ LENGTHS = (12, 16, 32, 64, 128, 8, 5, 10, 7, 9, 6, 4, 3, 2)
 TRIES = 300
 """The number of ways to try."""
 
-CACHES = ("past_key_values", "cache", "cache_params", "kv_cache", "past_kv", "past", "state", "hidden")
 LIMITS = ("max_position_embeddings", "n_positions", "block_size", "max_len", "max_seq_len", "context_length", "max_length")
 PICTURES = ((3, 32), (1, 28), (3, 16), (3, 64), (1, 16), (1, 32), (3, 8), (1, 8), (3, 224))
 OUTPUT_NAMES = ("logits", "prediction_logits", "last_hidden_state", "pooler_output")
@@ -70,7 +69,7 @@ class CalledModel:
         streams: the sequences of tokens. The output belongs to the last stream. Empty: the model reads images.
         picture: the argument for images, their channels and their side.
         same: further arguments that get the tokens of the last stream. empty: required arguments that are None.
-        call: the caller's adapter. None: the model itself is called.
+        cache: the argument for a cache. call: the caller's adapter. None: the model itself is called.
         has_positions: whether the output is (B, L, ...).
         prepended: the number of output positions before the tokens, such as virtual tokens of prompt tuning. They are left out.
         vocabulary: the number of ids. usable: the ids without special tokens.
@@ -89,6 +88,7 @@ class CalledModel:
     picture: tuple[str, int, int] | None = None
     same: tuple[str, ...] = ()
     empty: tuple[str, ...] = ()
+    cache: str | None = None
     call: Callable[..., Any] | None = None
     has_positions: bool = True
     prepended: int = 0
@@ -221,7 +221,7 @@ def make_called(
     if not {"use_cache"} & {*names} and _stated(getattr(model, "config", None), "use_cache") is not None and _takes_all(model):
         names = (*names, "use_cache")
     where = next((p.device for p in model.parameters()), torch.device(device))
-    called = CalledModel(model, names, generator, where, arguments.positional, call=call)
+    called = CalledModel(model, names, generator, where, arguments.positional, cache=arguments.named("cache"), call=call)
     called.vocabulary, called.usable = _vocabulary(model)
     pads = (_stated(called.config, "pad_token_id"), *(table.padding_idx for table in _tables(model)))
     called.pad = next((pad for pad in pads if isinstance(pad, int) and pad >= 0), None)
@@ -311,7 +311,7 @@ def _adapted(called: CalledModel) -> Iterator[CalledModel]:
     mask, refused = ("keep", "") if len(names) == 3 else (None, "call= takes no mask")
     for width, length in _materials(called.model):
         stream = Stream("input_ids", length, mask, width, refused=refused)
-        yield replace(called, names=("input_ids", "keep"), positional=("input_ids", "keep"), streams=(stream,))
+        yield replace(called, names=("input_ids", "keep"), cache=None, positional=("input_ids", "keep"), streams=(stream,))
 
 
 def find_forms(called: CalledModel, inputs: Mapping[str, Tensor]) -> None:
@@ -361,22 +361,15 @@ def _tables(model: nn.Module) -> list[nn.Embedding]:
 def _vocabulary(model: nn.Module) -> tuple[int, Tensor]:
     """The number of ids, and the ids without special tokens."""
     config, tables = getattr(model, "config", None), _tables(model)
-    table: Any = None
-    getter: Any = getattr(model, "get_input_embeddings", None)
-    if callable(getter):
-        try:
-            table = getter()
-        except (NotImplementedError, AttributeError):
-            table = None
-    size = getattr(table, "num_embeddings", None)
-    stated = _stated(config, "vocab_size")
-    if size is None and isinstance(stated, int):
-        size = stated
-    if size is None:
-        size = tables[0].num_embeddings if tables else 50
-    stated_ids = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+    try:
+        table: Any = model.get_input_embeddings()  # type: ignore[operator]
+    except (NotImplementedError, AttributeError):
+        table = None
+    stated = [getattr(table, "num_embeddings", None), _stated(config, "vocab_size"), *(t.num_embeddings for t in tables), 50]
+    size = next(number for number in stated if isinstance(number, int))
+    values = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
     special = {table.padding_idx for table in tables} | ({0, 1, 2} if size > 12 else set())
-    for mark in (value for name, value in stated_ids.items() if name.endswith("_id")):
+    for mark in (value for name, value in values.items() if name.endswith("_id")):
         special |= set(mark) if isinstance(mark, list | tuple) else {mark}
     usable = [token for token in range(size) if token not in special] or list(range(size))
     return size, torch.tensor(usable)
@@ -433,9 +426,9 @@ def draws_by_itself(call: Callable[[], Any]) -> bool:
 
 def returned_cache(result: Any, name: str) -> Any:
     """Return the cache in the result of a call whose argument for it is ``name``, or None."""
+    get = result.get if isinstance(result, Mapping) else partial(getattr, result)
     for key in (name, "past_key_values", "cache_params", "state"):
-        cache = result.get(key) if isinstance(result, Mapping) else getattr(result, key, None)
-        if cache is not None:
+        if (cache := get(key, None)) is not None:
             return cache
     parts = result[1:] if isinstance(result, tuple) else ()
     rest = [part for part in parts if part is not None and not (isinstance(part, Tensor) and part.dim() == 0)]
@@ -444,13 +437,10 @@ def returned_cache(result: Any, name: str) -> Any:
 
 def returns_cache(called: CalledModel) -> bool:
     """Return whether the model gives back a cache of its tokens. A recurrent state is none: a bidirectional model has one, too."""
-    name = next((name for name in CACHES if name in called.names), None)
-    if name in (None, "state", "hidden"):
-        return False
-    if hasattr(called.model, "make_cache"):
-        return True
+    if called.cache in (None, "state", "hidden") or hasattr(called.model, "make_cache"):
+        return called.cache not in (None, "state", "hidden")
     try:
         options: dict[str, Any] = {"use_cache": True} if "use_cache" in called.names else {}
-        return returned_cache(called.run(called.draw(), **options), str(name)) is not None
+        return returned_cache(called.run(called.draw(), **options), str(called.cache)) is not None
     except Exception:
         return False
