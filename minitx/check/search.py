@@ -144,6 +144,10 @@ class Judge:
         pairs = zip(outcome.gradients, self.answer(outcome.inputs, mistakes).gradients, strict=True)
         return all(are_close(got, want, self._is_loose(outcome)) for got, want in pairs)
 
+    def share(self, outcomes: Sequence[Outcome], is_graded: bool) -> float:
+        """Return the share of right outcomes, or of right outputs whatever the gradients are."""
+        return sum(map(self.fits if is_graded else self.fits_output, outcomes)) / len(outcomes)
+
     def fits_all(self, outcomes: Iterable[Outcome], mistakes: Mistakes = ()) -> bool:
         """Return whether attention with these mistakes gives all outcomes."""
         return all(self.fits(outcome, mistakes) for outcome in outcomes)
@@ -256,28 +260,23 @@ class Diagnosis:
 def diagnose(judge: Judge, trials: Iterable[Trial]) -> Diagnosis | None:
     """Return the diagnosis with the fewest mistakes, or None without trials."""
     tried: list[Trial] = []
-    diagnosis = None
+    right = None
     for trial in trials:
         tried.append(trial)
         if trial.is_masked and judge.fits_all(trial.ordinary):
-            diagnosis = Diagnosis(trial, ())
+            right = Diagnosis(trial, ())
             break
     if not tried:
         return None
-    diagnosis = diagnosis or _best(judge, tried)
+    diagnosis = right or _best(judge, tried)
     has_few_axes = diagnosis.trial.way.layout in (AXES_2, AXES_3)
-    wide = next((trial for trial in tried if has_few_axes and trial.way.layout is HEADS_FIRST), None)
-    return replace(diagnosis, wide=wide)
+    return replace(diagnosis, wide=next((t for t in tried if has_few_axes and t.way.layout is HEADS_FIRST), None))
 
 
 def _best(judge: Judge, tried: list[Trial]) -> Diagnosis:
     """The diagnosis with the fewest mistakes, if no trial is right."""
     tried = [trial for trial in tried if trial.is_masked] or tried
-    shares = {
-        trial: [-sum(map(fits, trial.ordinary)) / len(trial.ordinary) for fits in (judge.fits, judge.fits_output)]
-        for trial in tried
-    }
-    tried = sorted(tried, key=lambda trial: (*shares[trial], trial.oddity))
+    tried = sorted(tried, key=lambda t: (*(-judge.share(t.ordinary, is_graded) for is_graded in (True, False)), t.oddity))
     if judge.fits_all(tried[0].ordinary):
         return Diagnosis(tried[0], ())
     searches = ((tried, [(mutant,) for mutant in MUTANTS]), (tried[:MANY], _pairs(MUTANTS)))
@@ -347,87 +346,64 @@ def beyond(judge: Judge, trial: Trial) -> str:
     """Return what the attention does beyond the definition, or an empty string: nothing that its weights show, or a mistake.
 
     The weights are computed from the outputs and the values. They show more than the definition if the output of a query is a mean of
-    its own values, and the weights are neither those of the definition nor those of scores times a factor.
+    its own values, and the weights are neither those of the definition nor those of scores times a factor. If the plain case is right,
+    they can show a window.
     """
-    subject, plain = trial.subject, trial.outcomes.get(SIMPLE)
-    if plain is None or judge.fits(plain):
-        return _own_window(judge, trial)
-    rows = min(SIMPLE.rows, plain.inputs.query.shape[-1])
-    few = plain if rows == SIMPLE.rows else subject.tried(trial.way, replace(SIMPLE, rows=rows, keys=rows))
-    few = replace(few, inputs=always_causal(few.inputs)) if trial.is_causal else few
-    weights, right = _weights(few), judge.answer(few.inputs).weights
-    if weights is None or dependences(trial) or not (weights.abs().sum(-1) > LOOSE).all():
+    plain = [o for o in trial.ordinary if not (o.case.mask or o.case.is_causal)]
+    failed = next((outcome for outcome in plain if not judge.fits(outcome)), None)
+    if failed is None or dependences(trial):
         return ""
-    totals = weights.sum(-1, keepdim=True)
-    visible = (weights.abs() > NONE * weights.abs().amax(-1, keepdim=True)) & (right > 0)
-    if not are_close(weights.masked_fill(right > 0, 0.0), torch.zeros_like(weights)):
+    case, width, inputs = failed.case, failed.inputs.value.shape[-1], failed.inputs
+    if case.keys > width:  # with more keys than the width, the values do not determine the weights
+        case = replace(case, rows=width, keys=width) if trial.subject.is_layer else replace(case, value_width=case.keys)
+        failed = trial.subject.tried(trial.way, case)
+        inputs = always_causal(failed.inputs) if trial.is_causal else failed.inputs
+    weights, right = _weights(failed), judge.answer(inputs).weights
+    if weights is None or are_close(weights, right) or not are_close(weights.where(right == 0, 0.0), torch.zeros_like(right)):
         return ""
-    if (weights[visible] < 0).any():
-        return "its weights are no softmax: some are negative"
-    if are_close(weights, right * totals):
-        return "" if not (totals <= 1 + LOOSE).all() else "its softmax has a sink: its weights add up to less than 1"
-    if not are_close(totals, torch.ones_like(totals)):
-        return "its weights are no softmax: they do not add up to 1"
-    logits = [_centred(x.log(), visible) for x in (weights, right)]
-    factor = (logits[0] * logits[1]).sum() / logits[1].square().sum()
-    if are_close(logits[0], logits[1]):  # the visible keys alone
+    totals, visible = weights.sum(-1, keepdim=True), (weights.abs() > NONE * weights.abs().amax(-1, keepdim=True)) & (right > 0)
+    offsets = torch.arange(case.keys) - torch.arange(case.keys - case.rows, case.keys)[:, None]
+    seen = offsets[visible.any((0, 1))]
+    windowed = right * ((offsets >= seen.min()) & (offsets <= seen.max())) if seen.numel() else right
+    if are_close(weights, windowed / windowed.sum(-1, keepdim=True)):
         return "before the softmax, it hides keys by itself, as a window does"
-    if are_close(logits[0], factor * logits[1]):
+    if failed.case.id != SIMPLE.id or not (weights.abs().sum(-1) > LOOSE).all():
         return ""
-    added = logits[0] - logits[1]
-    if are_close(added, added[:1].expand_as(added)):
+    if (weights[visible] < 0).any() or not (are_close(totals, torch.ones_like(totals)) or are_close(weights, right * totals)):
+        return "its weights are no softmax: they do not add up to 1, or some are negative"
+    if are_close(weights, right * totals):
+        return "its softmax has a sink: its weights add up to less than 1" if (totals < 1).all() else ""
+    logits, expected = (_centred(x.log(), visible) for x in (weights, right))
+    if are_close(logits, expected):
+        return "before the softmax, it hides keys by itself"
+    if are_close(logits, expected * (logits * expected).sum() / expected.square().sum()):
+        return ""
+    if are_close(logits - expected, (logits - expected)[:1].expand_as(logits)):
         return "before the softmax, it adds a number that depends on the places, as ALiBi does"
     return "before the softmax, it changes queries, keys or scores, as a norm, positions or a soft-cap do"
 
 
-def _own_window(judge: Judge, trial: Trial) -> str:
-    """What a function does that is right for few keys: a window that is shorter than the long cases."""
-    for case, outcome in trial.outcomes.items():
-        if (
-            trial.subject.is_layer
-            or case.mask
-            or case.is_causal
-            or case.is_extreme
-            or not case.rows < case.keys
-            or judge.fits(outcome)
-        ):
-            continue
-        wide = trial.subject.tried(trial.way, replace(case, value_width=case.keys))
-        weights, right = _weights(wide), judge.answer(wide.inputs).weights
-        if weights is None or not (weights > NONE).any():
-            continue
-        seen = weights > NONE
-        offsets = torch.arange(case.keys) - torch.arange(case.rows)[:, None] - (case.keys - case.rows)
-        inside = (offsets >= offsets[seen.any((0, 1))].min()) & (offsets <= offsets[seen.any((0, 1))].max())
-        windowed = right * inside
-        if not inside.all() and are_close(weights, windowed / windowed.sum(-1, keepdim=True)):
-            return "before the softmax, it hides keys by itself, as a window does"
-    return ""
-
-
 def _weights(outcome: Outcome) -> Tensor | None:
     """The weights (B, H, L, S) whose means of the values are the output, or None if there are none."""
-    value, S = outcome.inputs.value.double(), outcome.inputs.value.shape[2]
-    if outcome.output is None or outcome.output.shape != outcome.inputs.cotangent.shape or value.shape[-1] < S:
+    if outcome.output is None or outcome.output.shape[-1] != outcome.inputs.value.shape[-1]:
         return None
-    value = value.repeat_interleave(outcome.inputs.query.shape[1] // value.shape[1], dim=1)
-    weights = outcome.output.double() @ torch.linalg.pinv(value)
-    return weights if are_close(weights @ value, outcome.output.double()) else None
+    value, output = outcome.inputs.value.double(), outcome.output.double()
+    value = value.repeat_interleave(output.shape[1] // value.shape[1], dim=1)
+    weights = output @ torch.linalg.pinv(value)
+    return weights if are_close(weights @ value, output) else None
 
 
 def dependences(trial: Trial) -> list[str]:
     """Return sentences about forbidden dependences of the output."""
     first, sentences = trial.outcomes[SIMPLE].output, []
-    if first is None or trial.subject.is_layer:
-        return []
     for part, others, rest in (("sequence", "the first sequence", 0), ("head", "the other heads", (slice(None), slice(-1)))):
-        again = trial.subject.tried(trial.way, OTHERS[part]).output
-        if again is not None and not are_close(again[rest], first[rest].double(), is_loose=True):
+        again = None if trial.subject.is_layer else trial.subject.tried(trial.way, OTHERS[part]).output
+        if first is not None and again is not None and not are_close(again[rest], first[rest].double(), is_loose=True):
             sentences.append(f"the {OTHERS[part].name} changes the output of {others}")
     return sentences
 
 
 def _centred(logits: Tensor, visible: Tensor) -> Tensor:
     """The logits less their mean in each row, and 0 where a key is hidden."""
-    count = visible.sum(-1, keepdim=True)
-    return (logits - logits.masked_fill(~visible, 0.0).sum(-1, keepdim=True) / count).masked_fill(~visible, 0.0)
+    mean = logits.masked_fill(~visible, 0.0).sum(-1, keepdim=True) / visible.sum(-1, keepdim=True)
+    return (logits - mean).masked_fill(~visible, 0.0)
