@@ -196,20 +196,16 @@ class Operands:
         return self.query, self.key, self.value
 
 
-@dataclass(frozen=True)
-class HeadSizes:
-    """The sizes that a way of calling allows. ``mask`` is "cells", "shared" (by the batch) or "keys" (the same for all queries)."""
-
-    heads: int = HEADS
-    width: int = WIDTH
-    mask: str = "cells"
-
-
 @lru_cache(maxsize=4096)
-def drawn(case: Case, sizes: HeadSizes = HeadSizes(), seed: int = 0) -> Operands:
-    """Return the inputs of a case. The same arguments give the same object."""
+def drawn(case: Case, heads: int = HEADS, width: int = WIDTH, kind: str = "cells", seed: int = 0) -> Operands:
+    """Return the inputs of a case. The same arguments give the same object.
+
+    Args:
+        heads, width: the sizes, if the case has none.
+        kind: the masks that can be expressed: "cells", "shared" (by the batch) or "keys" (the same for all queries).
+    """
     generator = torch.Generator().manual_seed(seed)
-    B, H, D, L, S = case.batch, case.heads or sizes.heads, case.width or sizes.width, case.rows, case.keys
+    B, H, D, L, S = case.batch, case.heads or heads, case.width or width, case.rows, case.keys
     kv_heads, value_width = case.kv_heads or H, case.value_width or D
     shapes = (B, H, L, D), (B, kv_heads, S, D), (B, kv_heads, S, value_width)
     query, key, value = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
@@ -217,7 +213,7 @@ def drawn(case: Case, sizes: HeadSizes = HeadSizes(), seed: int = 0) -> Operands
     for tensor in (query, key, value) if case.other else ():
         part = tensor[:, -1] if case.other == "head" else tensor[1]
         part.copy_(part.flip(-1) + 1.5)
-    allowed = _mask(case, sizes.mask, generator) if case.mask else case.allowed
+    allowed = _mask(case, kind, generator) if case.mask else case.allowed
     hidden = ~allowed.any(2)[..., None] if allowed is not None and case.mask else torch.zeros(B, 1, S, 1, dtype=torch.bool)
     if case.low is not None:  # the last coordinate sets the score
         query[..., -1] = 1.0

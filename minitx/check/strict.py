@@ -19,16 +19,27 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from minitx.check.calling import QKV, invoke
-from minitx.check.cases import Case, Operands, by_definition, drawn, kernel_cases, results_of
+from minitx.check.calling import QKV, MaskForm
+from minitx.check.cases import Case, by_definition, kernel_cases
 from minitx.check.reference import dtype_name, gradient_sizes, tolerance
 from minitx.check.results import Check, Finding, Severity, Status
-from minitx.check.subjects import reused
+from minitx.check.subjects import HEADS_FIRST, Layout, Subject, Way
+
+
+class _AsGiven(MaskForm):
+    """The mask of a kernel, in any shape that broadcasts."""
+
+    def write(self, allowed: Tensor, heads: int = 1) -> Tensor:
+        return allowed
+
+
+VIEWS = Layout("views of (B, L, H, D)", lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), lambda x, heads: x)
 
 
 def check_cases(
@@ -49,15 +60,14 @@ def check_cases(
     """
     parameters = inspect.signature(kernel).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    checks = []
+    subject, checks = Subject(kernel, torch.float64, device, seed=11), []
     for case in kernel_cases() if chosen is None else chosen:
-        inputs = drawn(case, seed=11)
-        options = {**inputs.options, "attn_mask": inputs.allowed, "is_causal": inputs.is_causal or None}
-        options = {name: option for name, option in options.items() if option is not None}
-        missing = [] if takes_all else [name for name in options if name not in parameters]
+        has_mask = case.mask or case.allowed is not None
+        needed = [*case.options, *["attn_mask"] * bool(has_mask), *["is_causal"] * case.is_causal]
+        missing = [] if takes_all else [name for name in needed if name not in parameters]
         for dtype in case.dtypes:
             check = Check(f"{case.id}/{dtype_name(dtype)}", Status.NOT_TRIED, f"no parameter {', '.join(missing)}")
-            checks.append(check if missing else _judged(kernel, case, inputs, options, dtype, device))
+            checks.append(check if missing else _judged(subject, replace(case, dtypes=(dtype,)), check.id, dtype))
     return checks
 
 
@@ -87,56 +97,38 @@ def compared(
     return "" if error <= allowed else f"{name} is inexact", error, allowed
 
 
-def _judged(
-    kernel: Callable[..., Any], case: Case, inputs: Operands, options: dict[str, Any], dtype: torch.dtype, device: Any
-) -> Check:
+def _judged(subject: Subject, case: Case, id: str, dtype: torch.dtype) -> Check:
     """Compare the kernel with ``naive_attention`` in one case."""
-    id, want = f"{case.id}/{dtype_name(dtype)}", by_definition(inputs, dtype, torch.float64, is_graded=True)
-    try:
-        got, changed = _run(kernel, inputs, options, dtype, device)
-    except NotImplementedError as error:
-        return Check(id, Status.NOT_TRIED, f"refused: {error}")
-    except Exception as error:  # any other exception is a fault of the kernel
-        return Check(id, Status.FAILED, f"raised {type(error).__name__}: {error}")
-    if changed:
+    causal = "is_causal" if case.is_causal else None
+    way = Way(dict(zip(QKV, QKV, strict=True)), layout=VIEWS, mask="attn_mask", form=_AsGiven(), causal=causal)
+    outcome = subject.outcome(way, case)
+    # without gradients: contiguous tensors that had other numbers in an earlier call
+    again = subject.outcome(replace(way, layout=HEADS_FIRST), replace(case, is_reused=True))
+    if fault := outcome.fault or again.fault:
+        is_refused = fault.startswith("NotImplementedError")
+        text = f"refused: {fault.partition(': ')[2]}" if is_refused else fault
+        return Check(id, Status.NOT_TRIED if is_refused else Status.FAILED, text)
+    if changed := outcome.changed or again.changed:
         return Check(id, Status.FAILED, f"it changes {changed[0]} in place")
-    low = by_definition(inputs, dtype, torch.float32 if dtype == torch.float64 else dtype, is_graded=True)
-    again, sizes = "output without gradients", dict[str, float]()
+    inputs, wide = outcome.inputs, torch.float32 if dtype == torch.float64 else dtype
+    want, low = (by_definition(inputs, dtype, precision, is_graded=True) for precision in (torch.float64, wide))
+    got = dict(zip(("output", "weights"), (outcome.output, outcome.weights), strict=True))
+    got |= zip((name for name in want if "gradient" in name), outcome.gradients, strict=False)
+    got["output without gradients"], got["spread"] = again.output, outcome.output
+    sizes: dict[str, float] = {}
     if dtype in (torch.float64, torch.float32):  # in half precision, rounding of the result dominates
         scale = case.options.get("scale", inputs.query.shape[-1] ** -0.5)
         sizes = gradient_sizes(*inputs.heads, inputs.cotangent, want["weights"], scale)
-    judged = case.judged or (*(name for name in want if name != "weights" or "need_weights" in case.options), again)
+    names = (name for name in (*want, "output without gradients") if name != "weights" or "need_weights" in case.options)
     results = []
-    for name in judged:
-        key = "output" if name in (again, "spread") else name
-        fault, size, allowed = compared(
-            name, got.get(name.replace("spread", "output")), want[key], low[key], dtype, sizes.get(name, float("grad" in name))
-        )
+    for name in case.judged or names:
+        key = "output" if name not in want else name
+        fault, size, allowed = compared(name, got.get(name), want[key], low[key], dtype, sizes.get(name, float("of" in name)))
         if name == "spread" and size is not None:  # Σ_j p_j² dropout_p / (1 - dropout_p) is the variance for values of 1
             share = case.options["dropout_p"]
             variance = want["weights"].square().sum(-1, keepdim=True) * share / (1 - share)
-            size, allowed = abs(((got["output"].double() - 1.0).square() / variance).mean().item() - 1.0), 0.5
+            size, allowed = abs(((outcome.output.double() - 1.0).square() / variance).mean().item() - 1.0), 0.5
             fault = "" if size <= allowed else "the spread of the output is another"
         results.append(Check(id, Status.FAILED if fault else Status.PASSED, fault or name, size, allowed))
     failed = [result for result in results if result.status == Status.FAILED]
     return (failed or [max(results, key=lambda result: (result.size or 0.0) / (result.allowed or 1.0))])[0]
-
-
-def _run(
-    kernel: Callable[..., Any], inputs: Operands, options: dict[str, Any], dtype: torch.dtype, device: torch.device | str
-) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the results, and the arguments that are changed in place.
-
-    Without gradients, the kernel gets contiguous tensors that had other numbers in an earlier call.
-    """
-    given = {name: option.to(device, copy=True) if isinstance(option, Tensor) else option for name, option in options.items()}
-    learned = {name: option for name, option in given.items() if isinstance(option, Tensor) and option.requires_grad}
-    tensors = dict(zip(QKV, inputs.heads, strict=True)) | learned
-    leaves = {name: tensor.detach().to(device, dtype, copy=True).requires_grad_() for name, tensor in tensors.items()}
-    views = {name: leaves[name].transpose(1, 2).contiguous().transpose(1, 2) for name in QKV}  # of (B, L, H, D), as in a layer
-    result, changed = invoke(kernel, {**given, **leaves, **views}, QKV)
-    results = results_of(result, leaves, inputs.cotangent.to(dtype))
-    with torch.no_grad():
-        again, changed_again = reused(lambda tensors: invoke(kernel, given | tensors, QKV, is_copied=False), views)
-    results["output without gradients"] = (again[0] if isinstance(again, tuple) else again).cpu()
-    return results, changed + changed_again

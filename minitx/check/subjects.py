@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # documented in torc
 
 from minitx.check import calling
 from minitx.check.calling import HINTS, QKV, MaskForm, ReturnError, choices, fault_text, first_that_works, invoke
-from minitx.check.cases import HEADS, WIDTH, Case, HeadSizes, Operands, Outcome, drawn, results_of, through_mask
+from minitx.check.cases import HEADS, WIDTH, Case, Operands, Outcome, drawn, results_of, through_mask
 from minitx.check.copying import copied
 
 
@@ -230,13 +230,15 @@ class Subject:
         """Raise ``NotTriedError`` if the case does not apply."""
         if "x" in way.order:
             raise NotTriedError("a function of one input has no projections")
-        if case.kv_heads and way.layout not in (HEADS_FIRST, LENGTH_FIRST):
+        if case.kv_heads and way.layout in (AXES_2, AXES_3, WHOLE):
             raise NotTriedError(f"the layout {way.layout.name} has no heads")
 
     def measured(self, way: Way, case: Case, inputs: Operands) -> Outcome:
         """Call it, and measure the inputs and the output of its attention."""
         dtype = (*case.dtypes, self.dtype)[0]
-        leaves = {role: x.to(self.device, dtype).requires_grad_() for role, x in zip(QKV, inputs.heads, strict=True)}
+        learned = {name: x for name, x in inputs.options.items() if isinstance(x, Tensor) and x.requires_grad}
+        tensors = dict(zip(QKV, inputs.heads, strict=True)) | learned
+        leaves = {name: x.detach().to(self.device, dtype, copy=True).requires_grad_() for name, x in tensors.items()}
         answer = partial(self._answer, way, inputs, dtype, not case.is_reused)
         result = reused(answer, leaves) if case.is_reused else answer(leaves)
         results = results_of(result, leaves, inputs.cotangent)
@@ -256,7 +258,8 @@ class Subject:
                 parts = {role: x[b : b + 1, h : h + 1] for role, x in tensors.items()}
                 outputs.append(self._answer(way, one, dtype, is_copied, parts)[0])
             return torch.cat(outputs).view(B, H, L, width), None
-        given = {way.order[role]: way.layout.put(tensor) for role, tensor in tensors.items()}
+        given = {way.order[role]: way.layout.put(tensors[role]) for role in QKV}
+        given |= {name: tensor for name, tensor in tensors.items() if name not in QKV}
         result = self.call({**self.options(way, inputs, H, dtype), **given}, is_copied)
         output, weights = _output_and_weights(result, way.layout.put(torch.empty(B, H, L, width, device="meta")).shape)
         return way.layout.take(output, H), weights
@@ -267,7 +270,7 @@ class Subject:
             raise NotTriedError("no argument for a mask was found")
         if "x" in way.order and case.rows != case.keys:
             raise DoesNotApplyError("it takes one input for queries and keys")
-        inputs = drawn(case, HeadSizes(way.inner.heads, self.width // way.inner.heads, way.kind), self.seed)
+        inputs = drawn(case, way.inner.heads, self.width // way.inner.heads, way.kind, self.seed)
         if not case.is_causal or way.causal is not None:
             return inputs
         if way.mask is None:
@@ -278,13 +281,14 @@ class Subject:
 
     def options(self, way: Way, inputs: Operands, heads: int, dtype: torch.dtype) -> dict[str, Any]:
         """Return the arguments other than the inputs."""
-        options = dict(way.fixed)
+        options = {**way.fixed, **inputs.options}
+        options = {name: x.to(self.device, copy=True) if isinstance(x, Tensor) else x for name, x in options.items()}
         if way.causal is not None and (inputs.is_causal or self.arguments.defaults.get(way.causal) is not False):
             options[way.causal] = inputs.is_causal
         if inputs.allowed is not None:
             if way.form is None or way.mask is None:
                 raise NotTriedError("none of the kinds of mask that were tried is accepted")
-            mask = way.form.write(inputs.allowed.to(self.device), heads)
+            mask = way.form.write(inputs.allowed.to(self.device, copy=True), heads)
             options[way.mask] = mask.to(dtype) if mask.is_floating_point() else mask
         return options
 
