@@ -156,9 +156,8 @@ class CalledModel:
             arguments[name] = arguments[self.stream.name]
         arguments |= {"use_cache": False} if "use_cache" in self.names else {}
         function = self.model if self.call is None else partial(self.call, self.model)
-        if self.call is not None and self.stream.mask is not None:
-            everything = torch.ones(inputs[self.stream.name].shape[:2], dtype=torch.bool, device=self.device)
-            arguments.setdefault(self.stream.mask, everything)
+        if self.call is not None and (mask := self.stream.mask) is not None and mask not in arguments:
+            arguments[mask] = torch.ones(inputs[self.stream.name].shape[:2], dtype=torch.bool, device=self.device)
         result, changed = invoke(function, arguments | options, self.positional)
         self.changed.update(changed)
         return result
@@ -201,11 +200,7 @@ class CalledModel:
 
 
 def make_called(
-    model: nn.Module,
-    seed: int,
-    device: torch.device | str,
-    dtype: torch.dtype | None,
-    call: Callable[..., Any] | None = None,
+    model: nn.Module, seed: int, device: torch.device | str, dtype: torch.dtype | None, call: Callable[..., Any] | None = None
 ) -> CalledModel:
     """Find out how to call a model. A copy of it is used, in evaluation mode. ``call``: the caller's adapter.
 
@@ -235,8 +230,7 @@ def make_called(
         return candidate
     output, L = candidate.answer(candidate.draw()), candidate.stream.length
     if "targets" in candidate.names and output.dim() == 3 and output.shape[1] == 1 < L:  # nanoGPT: all logits only with targets
-        candidate.same = ("targets",)
-        output = candidate.answer(candidate.draw())
+        candidate.same, output = ("targets",), replace(candidate, same=("targets",)).answer(candidate.draw())
     shorter = _lengths(candidate)
     if output.shape[1:] == (L,) and shorter == (L - 1,):
         candidate.has_width, output = False, output.unsqueeze(-1)
@@ -392,9 +386,8 @@ def decoder_signs(model: nn.Module) -> str:
     name, config = type(model).__name__, getattr(model, "config", None)
     if re.search(r"CausalLM|GPT|DecoderLM", name) and not (_stated(config, "is_decoder") is False and "GPT" not in name):
         return f"its class is {name}"
-    if getattr(model, "causal", False) is True or any(
-        _stated(config, key) is True for key in ("is_decoder", "is_encoder_decoder")
-    ):
+    marks = [getattr(model, "causal", False), *(_stated(config, key) for key in ("is_decoder", "is_encoder_decoder"))]
+    if any(mark is True for mark in marks):
         return "its config or class marks it as a decoder"
     for path, buffer in model.named_buffers():
         if buffer.dim() >= 2 and buffer.shape[-1] == buffer.shape[-2] > 2:
