@@ -178,7 +178,7 @@ class MaskForm:
         """Return the mask for ``allowed``, (B, 1, L, S) or (B, S), True = may attend."""
         if allowed.dim() == 2:
             allowed = allowed[:, None, None].expand(-1, -1, allowed.shape[1], -1)
-        places = {"-": 0, "1": slice(0, 1)}
+        places: dict[str, Any] = {"-": 0, "1": slice(0, 1)}
         mask = allowed.expand(-1, heads, -1, -1)[tuple(places.get(axis, slice(None)) for axis in self.axes)]
         mask = mask.flatten(0, 1) if self.axes[0] == "N" else mask
         if self.added is not None:

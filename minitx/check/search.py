@@ -279,8 +279,8 @@ def _best(judge: Judge, tried: list[Trial]) -> Diagnosis:
     tried = sorted(tried, key=lambda t: (*(-judge.share(t.ordinary, is_graded) for is_graded in (True, False)), t.oddity))
     if judge.fits_all(tried[0].ordinary):
         return Diagnosis(tried[0], ())
-    searches = ((tried, [(mutant,) for mutant in MUTANTS]), (tried[:MANY], _pairs(MUTANTS)))
-    for (candidates, possible), is_strict in product(searches, (True, False)):
+    for count, is_strict in product((1, 2), (True, False)):
+        candidates, possible = tried[: MANY if count > 1 else None], _of_different_steps(MUTANTS, count)
         explained = [(trial, m) for trial in candidates for m in _explaining(judge, possible, trial, is_strict)]
         if explained:
             hits = {entry: sum(judge.fits(o, entry[1]) for o in entry[0].extreme) for entry in explained}
@@ -290,9 +290,10 @@ def _best(judge: Judge, tried: list[Trial]) -> Diagnosis:
     return Diagnosis(tried[0], None)
 
 
-def _pairs(mutants: Sequence[Mutant]) -> list[Mistakes]:
-    """Pairs of mistakes in different steps, in the order of ``MUTANTS``."""
-    return [pair for pair in combinations(mutants, 2) if not set(pair[0].instead) & set(pair[1].instead)]
+def _of_different_steps(mutants: Sequence[Mutant], count: int) -> list[Mistakes]:
+    """Mistakes, or pairs of mistakes, in different steps, in the order of ``MUTANTS``."""
+    chosen = combinations(mutants, count)
+    return [several for several in chosen if count == 1 or not set(several[0].instead) & set(several[1].instead)]
 
 
 def _explaining(judge: Judge, possible: Iterable[Mistakes], trial: Trial, is_strict: bool) -> list[Mistakes]:
@@ -314,7 +315,7 @@ def further_mistakes(judge: Judge, trial: Trial, mistakes: Mistakes) -> Mistakes
     taken = {step for mutant in mistakes for step in mutant.instead}
     mild = [mutant for mutant in MUTANTS if mutant.is_extreme and not taken & set(mutant.instead)] if failed else []
     best, chosen = (0, 0), Mistakes()
-    for more in [*((mutant,) for mutant in mild), *_pairs(mild)]:
+    for more in _of_different_steps(mild, 1) + _of_different_steps(mild, 2):
         hits = (sum(judge.fits(o, mistakes + more) for o in failed), sum(judge.fits(o, mistakes + more) for o in trial.extreme))
         if hits[0] and hits > best and judge.fits_all(trial.ordinary, mistakes + more):
             best, chosen = hits, more

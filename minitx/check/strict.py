@@ -124,7 +124,9 @@ def _judged(subject: Subject, case: Case, id: str, dtype: torch.dtype) -> Check:
     for name in case.judged or names:
         key = "output" if name not in want else name
         fault, size, allowed = compared(name, got.get(name), want[key], low[key], dtype, sizes.get(name, float("of" in name)))
-        if name == "spread" and size is not None:  # Σ_j p_j² dropout_p / (1 - dropout_p) is the variance for values of 1
+        if (
+            name == "spread" and outcome.output is not None and size is not None
+        ):  # Σ_j p_j² dropout_p / (1 - dropout_p) is the variance for values of 1
             share = case.options["dropout_p"]
             variance = want["weights"].square().sum(-1, keepdim=True) * share / (1 - share)
             size, allowed = abs(((outcome.output.double() - 1.0).square() / variance).mean().item() - 1.0), 0.5

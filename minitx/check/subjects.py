@@ -142,6 +142,7 @@ class Subject:
         self.refused: dict[str, str] = {}  # arguments that raise, and their errors
         self.changed: set[str] = set()  # the arguments that calls since the last reset changed in place
         self.known: dict[tuple[Any, ...], Outcome] = {}
+        self.products: dict[tuple[Any, ...], tuple[list[Product], Outcome]] = {}  # of a layer
 
     # --- ways
 
@@ -218,6 +219,7 @@ class Subject:
     def forget(self) -> None:
         """Forget all calls."""
         self.known.clear()
+        self.products.clear()
 
     def tried(self, way: Way, case: Case) -> Outcome:
         """Run one case. If it cannot be run, the fault of the outcome is the reason."""
@@ -357,7 +359,6 @@ class AttentionLayer(Subject):
         flat = [p for p in self.matrices.values() if p.ndim == 2] or list(self.matrices.values())
         sizes = [size for p in flat for size in p.shape]
         self.width = next((width for width in self._attributes("embed") if width in sizes), min(sizes))
-        self.products: dict[Any, tuple[list[Product], Outcome]] = {}
 
     def _attributes(self, role: str) -> list[int]:
         attributes = [value for name, value in vars(self.module).items() if re.fullmatch(HINTS[role], name.lower())]
@@ -396,12 +397,8 @@ class AttentionLayer(Subject):
             on_cpu = tuple(gradient.cpu() for gradient in gradients)
             self.products[key] = watched.seen, Outcome(case, inputs, output, gradients=on_cpu, changed=changed)
         products, outcome = self.products[key]
-        query, key, value, output = _heads([*products, ("", outcome.output, outcome.output)], way.inner, self.width, case)
-        return replace(outcome, inputs=replace(inputs, query=query, key=key, value=value), output=output)
-
-    def forget(self) -> None:
-        super().forget()
-        self.products.clear()
+        query, keys, value, output = _heads([*products, ("", outcome.output, outcome.output)], way.inner, self.width, case)
+        return replace(outcome, inputs=replace(inputs, query=query, key=keys, value=value), output=output)
 
     def idle_parameters(self) -> list[str]:
         """Return the names of the matrices that no call uses."""
