@@ -112,7 +112,7 @@ def _examined(subject: Subject, mask: str | None, stage: int | None, name: str, 
     def untried(finding: Finding) -> list[Check]:
         return [Check(case.id, NOT_TRIED, finding.fault) for case in CASES if stage in (None, case.stage)]
 
-    way = next((way for way in subject.ways() if subject.tried(way, SIMPLE).output is not None), None)
+    way = next((way for way in subject.ways() if subject.outcome(way, SIMPLE).output is not None), None)
     if way is not None and not _is_repeated(subject, way):
         argument = "training=False, or an argument of your function for it"
         argument = "training=self.training" if isinstance(subject.function, nn.Module) else argument
@@ -142,9 +142,9 @@ def _examined(subject: Subject, mask: str | None, stage: int | None, name: str, 
 
 def _is_repeated(subject: Subject, way: Way) -> bool:
     """Whether a second call gives the same output."""
-    first = subject.tried(way, SIMPLE).output
+    first = subject.outcome(way, SIMPLE).output
     subject.forget()
-    second = subject.tried(way, SIMPLE).output
+    second = subject.outcome(way, SIMPLE).output
     return first is not None and second is not None and are_close(second, first.double())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -195,6 +195,18 @@ class Operands:
         """Return query, key and value."""
         return self.query, self.key, self.value
 
+    @cached_property
+    def through_mask(self) -> Operands:
+        """The same with the causal mask inside ``allowed``, for functions without a causal option."""
+        L, S = self.query.shape[2], self.key.shape[2]
+        triangle = torch.ones(len(self.query), 1, L, S, dtype=torch.bool).tril(S - L)
+        return replace(self, allowed=triangle if self.allowed is None else self.allowed & triangle, is_causal=False)
+
+    @cached_property
+    def always_causal(self) -> Operands:
+        """The same for attention that is causal without an option."""
+        return replace(self, is_causal=True)
+
 
 @lru_cache(maxsize=4096)
 def drawn(case: Case, heads: int = HEADS, width: int = WIDTH, kind: str = "cells", seed: int = 0) -> Operands:
@@ -245,23 +257,6 @@ def _mask(case: Case, kind: str, generator: torch.Generator) -> Tensor:
     return allowed
 
 
-@lru_cache(maxsize=4096)
-def through_mask(inputs: Operands) -> Operands:
-    """Return the inputs with the causal mask inside ``allowed``, for functions without a causal option.
-
-    Equal inputs return the same object.
-    """
-    L, S = inputs.query.shape[2], inputs.key.shape[2]
-    triangle = torch.ones(len(inputs.query), 1, L, S, dtype=torch.bool).tril(S - L)
-    return replace(inputs, allowed=triangle if inputs.allowed is None else inputs.allowed & triangle, is_causal=False)
-
-
-@lru_cache(maxsize=4096)
-def always_causal(inputs: Operands) -> Operands:
-    """Return the inputs of attention that is causal without an option. Equal inputs return the same object."""
-    return replace(inputs, is_causal=True)
-
-
 @lru_cache(maxsize=1024)
 def by_definition(inputs: Operands, drawn_in: torch.dtype, dtype: torch.dtype, is_graded: bool = False) -> dict[str, Tensor]:
     """Return the results of ``naive_attention`` in ``dtype`` for inputs that are rounded to ``drawn_in``, as ``results_of`` does."""
@@ -284,6 +279,10 @@ def results_of(result: Any, leaves: Mapping[str, Tensor], cotangent: Tensor) -> 
     return {name: tensor.detach().cpu() for name, tensor in results.items() if tensor is not None}
 
 
+class NotTriedError(Exception):
+    """A case cannot be run in this way of calling. The message is the reason."""
+
+
 @dataclass(frozen=True, eq=False)
 class Outcome:
     """The result of a case.
@@ -294,7 +293,7 @@ class Outcome:
         weights: the second tensor that was returned, if any.
         gradients: the gradients of query, key and value for the cotangent, or of the inputs of a layer. Empty: there are none.
         has_inner_gradients: whether ``gradients`` are for query, key and value.
-        fault: the reason why there is no output.
+        fault: the reason why there is no output. refusal: the same if the case was not run.
         changed: the arguments that the call changed in place.
     """
 
@@ -305,4 +304,5 @@ class Outcome:
     gradients: tuple[Tensor, ...] = ()
     has_inner_gradients: bool = False
     fault: str = ""
+    refusal: NotTriedError | None = None
     changed: tuple[str, ...] = ()

@@ -11,9 +11,9 @@ from itertools import combinations, product
 import torch
 from torch import Tensor
 
-from minitx.check.cases import BLIND, BLIND_MOVED, CASES, CAUSAL, OTHERS, SIMPLE, Case, Operands, Outcome, always_causal
+from minitx.check.cases import BLIND, BLIND_MOVED, CASES, CAUSAL, OTHERS, SIMPLE, Case, NotTriedError, Operands, Outcome
 from minitx.check.mutants import DEFINITION, MUTANTS, Mutant, attention_in_steps, unchanged
-from minitx.check.subjects import AXES_2, AXES_3, HEADS_FIRST, NotTriedError, Subject, Way
+from minitx.check.subjects import AXES_2, AXES_3, HEADS_FIRST, Subject, Way
 
 Mistakes = tuple[Mutant, ...]
 
@@ -48,15 +48,14 @@ class Trial:
     def run(self, cases: Iterable[Case], optional: Sequence[Case] = ()) -> None:
         """Run cases. A case without a stage or one of ``optional`` that raises counts as not tried."""
         for case in cases:
-            try:
-                outcome = self.subject.outcome(self.way, case, is_always_causal=self.is_causal)
-            except NotTriedError as reason:
-                self.not_tried[case] = reason
+            outcome = self.subject.outcome(self.way, case, is_always_causal=self.is_causal)
+            refusal, is_optional = outcome.refusal, case in optional or (case in CASES and case.stage == 0)
+            if outcome.output is None and is_optional and refusal is None:
+                refusal = NotTriedError(f"it raises {outcome.fault}")
+            if refusal is not None:
+                self.not_tried[case] = refusal
                 continue
-            if outcome.output is None and (case in optional or (case in CASES and case.stage == 0)):
-                self.not_tried[case] = NotTriedError(f"it raises {outcome.fault}")
-                continue
-            inputs = always_causal(outcome.inputs) if self.is_causal else outcome.inputs
+            inputs = outcome.inputs.always_causal if self.is_causal else outcome.inputs
             self.outcomes[case] = replace(outcome, case=case, inputs=inputs)
 
     @property
@@ -183,8 +182,8 @@ def trials(subject: Subject, judge: Judge, meaning: str | None, faults: dict[str
     If the plain case is right in one way, other orders of arguments and axes are not tried. A way with guesses must be right.
     """
     for way in subject.ways():
-        plain = subject.tried(way, SIMPLE)
-        is_right = any(judge.fits(replace(plain, inputs=inputs)) for inputs in (plain.inputs, always_causal(plain.inputs)))
+        plain = subject.outcome(way, SIMPLE)
+        is_right = any(judge.fits(replace(plain, inputs=inputs)) for inputs in (plain.inputs, plain.inputs.always_causal))
         if plain.output is None or (way.guessed and not is_right):
             faults[plain.fault or f"no value is known for {', '.join(way.guessed)}: add a default"] = None
             continue
@@ -202,13 +201,13 @@ def trials(subject: Subject, judge: Judge, meaning: str | None, faults: dict[str
 def _with_causal(subject: Subject, judge: Judge, way: Way) -> Way:
     """The way without a causal option that raises, or with an option that is causal, though its name does not show it."""
     if way.causal is not None:
-        outcome = subject.tried(way, CAUSAL)
+        outcome = subject.outcome(way, CAUSAL)
         if outcome.output is None:
             subject.refused[way.causal] = outcome.fault
         return way if outcome.output is not None else replace(way, causal=None)
     options = [name for name in subject.without_role() if subject.arguments.defaults[name] is False]
     causal = (replace(way, causal=name) for name in options)
-    return next((other for other in causal if judge.fits(subject.tried(other, CAUSAL))), way)
+    return next((other for other in causal if judge.fits(subject.outcome(other, CAUSAL))), way)
 
 
 def _masked(subject: Subject, judge: Judge, way: Way, meaning: str | None, faults: dict[str, None]) -> Iterator[Way]:
@@ -218,10 +217,7 @@ def _masked(subject: Subject, judge: Judge, way: Way, meaning: str | None, fault
     for masked in subject.mask_ways(way, meaning):
         if is_full and masked.kind != "cells":
             return
-        outcomes = []
-        for case in ordinary:
-            with suppress(NotTriedError):
-                outcomes.append(subject.outcome(masked, case))
+        outcomes = [outcome for case in ordinary if (outcome := subject.outcome(masked, case)).refusal is None]
         raised = {outcome.fault: None for outcome in outcomes if outcome.output is None}
         faults.update(raised if subject.mask else {})
         is_accepted = bool(outcomes) and not raised and _means_the_same(subject, masked, outcomes[0])
@@ -234,7 +230,7 @@ def _means_the_same(subject: Subject, way: Way, outcome: Outcome) -> bool:
     """Whether -1e9 instead of -inf gives the same output. A mask of 0 and -inf may hide by accident, as in (1 - mask) · 1e-9."""
     if way.form is None or way.form.added is None or outcome.output is None:
         return True
-    other = subject.tried(replace(way, form=replace(way.form, added=-1e9)), outcome.case).output
+    other = subject.outcome(replace(way, form=replace(way.form, added=-1e9)), outcome.case).output
     return other is not None and are_close(other, outcome.output.double())
 
 
@@ -357,8 +353,8 @@ def beyond(judge: Judge, trial: Trial) -> str:
     case, width, inputs = failed.case, failed.inputs.value.shape[-1], failed.inputs
     if case.keys > width:  # with more keys than the width, the values do not determine the weights
         case = replace(case, rows=width, keys=width) if trial.subject.is_layer else replace(case, value_width=case.keys)
-        failed = trial.subject.tried(trial.way, case)
-        inputs = always_causal(failed.inputs) if trial.is_causal else failed.inputs
+        failed = trial.subject.outcome(trial.way, case)
+        inputs = failed.inputs.always_causal if trial.is_causal else failed.inputs
     weights, right = _weights(failed), judge.answer(inputs).weights
     if weights is None or are_close(weights, right) or not are_close(weights.where(right == 0, 0.0), torch.zeros_like(right)):
         return ""
@@ -398,7 +394,7 @@ def dependences(trial: Trial) -> list[str]:
     """Return sentences about forbidden dependences of the output."""
     first, sentences = trial.outcomes[SIMPLE].output, []
     for part, others, rest in (("sequence", "the first sequence", 0), ("head", "the other heads", (slice(None), slice(-1)))):
-        again = None if trial.subject.is_layer else trial.subject.tried(trial.way, OTHERS[part]).output
+        again = None if trial.subject.is_layer else trial.subject.outcome(trial.way, OTHERS[part]).output
         if first is not None and again is not None and not are_close(again[rest], first[rest].double(), is_loose=True):
             sentences.append(f"the {OTHERS[part].name} changes the output of {others}")
     return sentences

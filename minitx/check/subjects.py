@@ -15,12 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # documented in torc
 
 from minitx.check import calling
 from minitx.check.calling import HINTS, QKV, MaskForm, ReturnError, choices, fault_text, first_that_works, invoke
-from minitx.check.cases import HEADS, WIDTH, Case, Operands, Outcome, drawn, results_of, through_mask
+from minitx.check.cases import HEADS, WIDTH, Case, NotTriedError, Operands, Outcome, drawn, results_of
 from minitx.check.copying import copied
-
-
-class NotTriedError(Exception):
-    """A case cannot be run in this way of calling. The message is the reason."""
 
 
 class DoesNotApplyError(NotTriedError):
@@ -197,21 +193,18 @@ class Subject:
     # --- calls
 
     def outcome(self, way: Way, case: Case, is_always_causal: bool = False) -> Outcome:
-        """Run one case, or return its result from memory. ``is_always_causal``: the causal option is not used.
-
-        Raises:
-            NotTriedError: the case cannot be run in this way of calling.
-        """
+        """Run one case, or return its result from memory. ``is_always_causal``: the causal option is not used."""
         asked = replace(case, is_causal=False) if is_always_causal else case
-        self.refuse(way, case)
-        inputs = self.inputs(way, asked)
+        try:
+            self.refuse(way, case)
+            inputs = self.inputs(way, asked)
+        except NotTriedError as reason:
+            return Outcome(case, drawn(case), fault=str(reason), refusal=reason)
         key = asked, way.inner, *(replace(way, form=None) if inputs.allowed is None else way).call_key
         if key not in self.known:
             self.changed.clear()
             try:
                 self.known[key] = self.measured(way, asked, inputs)
-            except NotTriedError:
-                raise
             except Exception as error:
                 self.known[key] = Outcome(asked, inputs, fault=fault_text(error))
         return self.known[key]
@@ -220,13 +213,6 @@ class Subject:
         """Forget all calls."""
         self.known.clear()
         self.products.clear()
-
-    def tried(self, way: Way, case: Case) -> Outcome:
-        """Run one case. If it cannot be run, the fault of the outcome is the reason."""
-        try:
-            return self.outcome(way, case)
-        except NotTriedError as reason:
-            return Outcome(case, drawn(case), fault=str(reason))
 
     def refuse(self, way: Way, case: Case) -> None:
         """Raise ``NotTriedError`` if the case does not apply."""
@@ -273,13 +259,16 @@ class Subject:
         if "x" in way.order and case.rows != case.keys:
             raise DoesNotApplyError("it takes one input for queries and keys")
         inputs = drawn(case, way.inner.heads, self.width // way.inner.heads, way.kind, self.seed)
-        if not case.is_causal or way.causal is not None:
-            return inputs
-        if way.mask is None:
-            raise NotTriedError("it takes neither a causal option nor a mask")
-        if way.kind != "cells" or self.is_for_padding:
-            raise NotTriedError("it takes no causal option, and no mask for each query")
-        return through_mask(inputs)
+        if case.is_causal and way.causal is None:
+            if way.mask is None or way.kind != "cells" or self.is_for_padding:
+                missing = (
+                    "neither a causal option nor a mask" if way.mask is None else "no causal option, and no mask for each query"
+                )
+                raise NotTriedError(f"it takes {missing}")
+            inputs = inputs.through_mask
+        if inputs.allowed is not None and way.form is None:
+            raise NotTriedError("none of the kinds of mask that were tried is accepted")
+        return inputs
 
     def options(self, way: Way, inputs: Operands, heads: int, dtype: torch.dtype) -> dict[str, Any]:
         """Return the arguments other than the inputs."""
@@ -287,9 +276,7 @@ class Subject:
         options = {name: x.to(self.device, copy=True) if isinstance(x, Tensor) else x for name, x in options.items()}
         if way.causal is not None and (inputs.is_causal or self.arguments.defaults.get(way.causal) is not False):
             options[way.causal] = inputs.is_causal
-        if inputs.allowed is not None:
-            if way.form is None or way.mask is None:
-                raise NotTriedError("none of the kinds of mask that were tried is accepted")
+        if inputs.allowed is not None and way.form is not None and way.mask is not None:
             mask = way.form.write(inputs.allowed.to(self.device, copy=True), heads)
             options[way.mask] = mask.to(dtype) if mask.is_floating_point() else mask
         return options
