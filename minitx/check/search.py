@@ -356,13 +356,13 @@ def beyond(judge: Judge, trial: Trial) -> str:
         failed = trial.subject.outcome(trial.way, case)
         inputs = failed.inputs.always_causal if trial.is_causal else failed.inputs
     weights, right = _weights(failed), judge.answer(inputs).weights
-    if weights is None or are_close(weights, right) or not are_close(weights.where(right == 0, 0.0), torch.zeros_like(right)):
+    if weights is None or are_close(weights, right) or weights[right == 0].abs().gt(TIGHT).any():
         return ""
     totals, visible = weights.sum(-1, keepdim=True), (weights.abs() > NONE * weights.abs().amax(-1, keepdim=True)) & (right > 0)
-    offsets = torch.arange(case.keys) - torch.arange(case.keys - case.rows, case.keys)[:, None]
-    seen = offsets[visible.any((0, 1))]
-    windowed = right * ((offsets >= seen.min()) & (offsets <= seen.max())) if seen.numel() else right
-    if are_close(weights, windowed / windowed.sum(-1, keepdim=True)):
+    square = visible[0, ..., case.keys - case.rows :]
+    is_window = bool((visible == visible[0]).all() and square.diagonal(0, -2, -1).all())  # each query sees its own key
+    is_window &= not square.triu(1).any() or torch.equal(square, square.mT)
+    if is_window and are_close(weights, right * visible / (right * visible).sum(-1, keepdim=True)):
         return "before the softmax, it hides keys by itself, as a window does"
     if failed.case.id != SIMPLE.id or not (weights.abs().sum(-1) > LOOSE).all():
         return ""
@@ -371,8 +371,6 @@ def beyond(judge: Judge, trial: Trial) -> str:
     if are_close(weights, right * totals):
         return "its softmax has a sink: its weights add up to less than 1" if (totals < 1).all() else ""
     logits, expected = (_centred(x.log(), visible) for x in (weights, right))
-    if are_close(logits, expected):
-        return "before the softmax, it hides keys by itself"
     if are_close(logits, expected * (logits * expected).sum() / expected.square().sum()):
         return ""
     if are_close(logits - expected, (logits - expected)[:1].expand_as(logits)):

@@ -436,9 +436,24 @@ def test_a_function_with_a_step_of_its_own_is_described(name, word):
     assert {check.status for check in report.with_status(Status.FAILED)} == set()
 
 
-def test_a_scale_without_a_name_and_mixed_sequences_are_wrong():
+def hides(where):
+    """A function that hides keys: ``where`` gets the places of queries and keys."""
+
+    def attention(q, k, v):
+        scores = q @ k.mT / math.sqrt(q.shape[-1])
+        L, S = scores.shape[-2:]
+        return scores.masked_fill(where(torch.arange(S - L, S)[:, None], torch.arange(S)), -math.inf).softmax(-1) @ v
+
+    return attention
+
+
+def test_a_scale_without_a_name_mixed_sequences_and_keys_that_a_window_shows_are_wrong():
     assert wrong(check_attention(own_steps("another scale"))) == {"differs"}
     assert wrong(check_attention(lambda q, k, v: own_steps("norm")(q.roll(1, 0), k, v))) == {"differs"}
+    for where in (lambda i, j: j > i + 2, lambda i, j: j == i.max(), lambda i, j: j >= 128, lambda i, j: (i == j) & (i > 0)):
+        assert wrong(check_attention(hides(where))) == {"differs"}
+    for where in (lambda i, j: (i - j).abs() % 2 == 1, lambda i, j: i // 3 != j // 3, lambda i, j: (j > i) | (j < i - 70)):
+        assert found(check_attention(hides(where))) == []
     assert found(check_attention(own_steps(""))) == []
 
 
