@@ -1,4 +1,4 @@
-"""How a function, a layer or a model is called, found by trying. Names of arguments decide what is tried first, not what is allowed."""
+"""Find the way to call a function, a layer or a model by trying. Argument names only decide the order of the tries."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class MaskForm:
 
     Attributes:
         hides: whether True means that a token is hidden.
-        axes: what stands at the places of (B, H, L, S): the axis, "1", or "-" if there is no such axis. "N" at the first: B·H.
+        axes: the axes B, H, L and S, with "1" for an axis of size 1 and "-" for a missing one. "NH" stands for one axis B·H.
         added: the number that is added to hidden scores; 0 is added to the others. None: the mask is not added.
     """
 
@@ -171,7 +171,7 @@ class MaskForm:
 
     @property
     def kind(self) -> str:
-        """Return what it can express: "cells", "shared" (by the batch) or "keys" (the same for all queries)."""
+        """Return the kind of mask: "cells", "shared" (by the batch) or "keys" (the same for all queries)."""
         return "keys" if self.axes[2] in "1-" else "shared" if self.axes[0] == "-" else "cells"
 
     def write(self, allowed: Tensor, heads: int = 1) -> Tensor:

@@ -38,9 +38,9 @@ class CheckConfig(Config):
         model: a Hugging Face folder, a checkpoint or the folder of a run, instead of FILE.py:NAME.
         only: properties of a model to check, such as causality,padding.
         expect: what an output may depend on: causal, bidirectional or window:4; null: a model that declares nothing is only described.
-        call: a function in the same file, or FILE.py:NAME, that calls what is checked: (model, input_ids, keep) -> logits (B, L, V), with a
-            bool mask keep (B, L), True = a real token; or (function, query, key, value, mask) -> output, with (B, H, L, D) and a bool mask
-            (B, 1, L, S), True = may attend. Without its last parameter, no mask is tried. null: the way to call it is found.
+        call: an adapter, a function in the same file or FILE.py:NAME. For a model: (model, input_ids, keep) -> logits (B, L, V), with a bool
+            mask keep (B, L), True = a real token. For a function or layer: (function, query, key, value, mask) -> output, all (B, H, L, D),
+            with a bool mask (B, 1, L, S), True = may attend. The mask may be left out; null: the call is found by trying.
         trust: build any class that a checkpoint names. This can run arbitrary code.
         stage: grade one stage of the exercise: 1 plain, 2 masks, 3 queries that see nothing, 4 wide values and causal, 5 half
             precision and large scores.
@@ -76,7 +76,7 @@ class CheckConfig(Config):
             "stage, strict and mask are for functions, not for models: remove them",
         )
         is_alone = self.call is None or bool(self.target) or ".py:" in self.call
-        require(is_alone, f"call={self.call} needs a file beside model=: call=FILE.py:{self.call}")
+        require(is_alone, f"call={self.call} needs a file, because model= has none: call=FILE.py:{self.call}")
         require(not (self.strict and self.call), "strict=true and call cannot be combined: remove one of them")
         require(not self.strict or self.stage is None, "strict=true and stage cannot be combined: remove one of them")
         if self.json and not Path(self.json).absolute().parent.is_dir():
