@@ -156,7 +156,7 @@ class CalledModel:
             arguments[name] = arguments[self.stream.name]
         arguments |= {"use_cache": False} if "use_cache" in self.names else {}
         function = self.model if self.call is None else partial(self.call, self.model)
-        if self.call is not None and (mask := self.stream.mask) is not None and mask not in arguments:
+        if self.call is not None and self.streams and (mask := self.stream.mask) and arguments[mask] is None:
             arguments[mask] = torch.ones(inputs[self.stream.name].shape[:2], dtype=torch.bool, device=self.device)
         result, changed = invoke(function, arguments | options, self.positional)
         self.changed.update(changed)
@@ -211,18 +211,20 @@ def make_called(
     model = copied(model)
     model = model.to(device).eval() if dtype is None else model.to(device, dtype).eval()
     fill_zeros(model, generator)
-    arguments = read_arguments(model)
+    if call is not None and len(given := read_arguments(call).names) not in (2, 3):
+        raise CannotBeCalledError(f"it must take (model, input_ids, keep), or no mask, got ({', '.join(given)})")
+    arguments = read_arguments(model if call is None else partial(call, model))
     names = arguments.names
-    if not {"use_cache"} & {*names} and _stated(getattr(model, "config", None), "use_cache") is not None and _takes_all(model):
-        names = (*names, "use_cache")
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
+    if call is None and takes_all and _stated(getattr(model, "config", None), "use_cache") is not None:
+        names = tuple(dict.fromkeys((*names, "use_cache")))
     where = next((p.device for p in model.parameters()), torch.device(device))
     called = CalledModel(model, names, generator, where, arguments.positional, cache=arguments.named("cache"), call=call)
     called.vocabulary, called.usable = _vocabulary(model)
     pads = (_stated(called.config, "pad_token_id"), *(table.padding_idx for table in _tables(model)))
     called.pad = next((pad for pad in pads if isinstance(pad, int) and pad >= 0), None)
     faults: dict[str, None] = {}
-    ways = _adapted(called) if call else _ways(called, arguments)
-    candidate = first_that_works(islice(ways, TRIES), _check_output, faults)
+    candidate = first_that_works(islice(_ways(called, arguments), TRIES), _check_output, faults)
     if candidate is None:
         raise CannotBeCalledError("; ".join(list(faults)[:3]) or "no argument for tokens or images was found")
     if not candidate.streams:
@@ -238,10 +240,6 @@ def make_called(
         candidate.prepended = output.shape[1] - L
     candidate.has_positions = output.dim() >= 3 and output.shape[1] == candidate.prepended + L
     return candidate
-
-
-def _takes_all(model: nn.Module) -> bool:
-    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
 
 
 def _check_output(called: CalledModel) -> None:
@@ -286,26 +284,19 @@ def _ways(called: CalledModel, arguments: Arguments) -> Iterator[CalledModel]:
     mask, target_mask = arguments.named("kept", "padding", "mask"), arguments.named("target_padding", "target_mask")
     if ids == target:  # a decoder alone
         target, mask = None, target_mask
+    if called.call is not None:
+        ids, target, mask = first, None, next(iter(names[1:]), None)
+    refused = "call= takes no mask" if called.call and mask is None else ""
     rest = [name for name in arguments.required if name not in (ids, target, mask, target_mask)]
     for chosen in choices({"": _materials(model), **dict.fromkeys(rest, (False, True))}):
         width, length = chosen.pop("")
-        source = Stream("inputs_embeds" if width is not None and "inputs_embeds" in names else ids, length, mask, width)
+        source = Stream(
+            "inputs_embeds" if width is not None and "inputs_embeds" in names else ids, length, mask, width, None, refused
+        )
         streams = (source,) if target is None else (source, Stream(target, max(2, length - 3), target_mask, width))
         same = tuple(name for name, is_same in chosen.items() if is_same)
         known = {*same, *(stream.name for stream in streams)}
         yield replace(called, streams=streams, same=same, empty=tuple(name for name in arguments.required if name not in known))
-
-
-def _adapted(called: CalledModel) -> Iterator[CalledModel]:
-    """Yield ways to call the caller's adapter: (model, ids), and a bool mask if there is a third parameter."""
-    assert called.call is not None
-    names = read_arguments(called.call).names
-    if len(names) not in (2, 3):
-        raise CannotBeCalledError(f"it must take (model, input_ids, keep), or no mask, got ({', '.join(names)})")
-    mask, refused = ("keep", "") if len(names) == 3 else (None, "call= takes no mask")
-    for width, length in _materials(called.model):
-        stream = Stream("input_ids", length, mask, width, refused=refused)
-        yield replace(called, names=("input_ids", "keep"), cache=None, positional=("input_ids", "keep"), streams=(stream,))
 
 
 def find_forms(called: CalledModel, inputs: Mapping[str, Tensor]) -> None:

@@ -264,7 +264,9 @@ def test_an_adapter_calls_a_model_that_no_trying_reaches_and_what_it_does_not_pa
         return model({"tokens": ids, "real": keep})["scores"]
 
     report = check_model(ReadsDict(), only=QUICK, call=adapter, expect="causal")
-    assert report.mend_first is None and report.called_as.startswith("ReadsDict by adapter(input_ids, keep): "), str(report)
+    assert report.mend_first is None and report.called_as.startswith("ReadsDict by adapter(ids, keep): ids (B, L); "), str(
+        report
+    )
     untried = {check.id: check.reason for check in report.with_status(Status.NOT_TRIED)}
     assert untried["cache"] == "call= passes no cache" and {"documents", "loss"} <= untried.keys()
     assert {"causality", "padding"} <= {check.id.partition("/")[0] for check in report.with_status(Status.PASSED)}

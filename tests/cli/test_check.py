@@ -167,7 +167,7 @@ def test_an_adapter_of_the_same_or_of_another_file_calls_what_is_checked(program
     assert code == 1 and "called as  adapter(query, key, value)" in shown and "wrong      no scale" in shown
     for word in ("call=in_dict", "call=model.py:in_dict"):
         code, shown, _ = program("model.py:ReadsDict", "only=causality,cache", word)
-        assert code == 0 and "ReadsDict by in_dict(input_ids)" in shown and "not tried  cache: call= passes no cache" in shown
+        assert code == 0 and "ReadsDict by in_dict(ids)" in shown and "not tried  cache: call= passes no cache" in shown
 
 
 def test_the_command_in_a_report_of_a_model_repeats_it(program):
