@@ -77,10 +77,10 @@ def check_model(
         only: the properties to check, words of ``PROPERTIES``. Default: all.
         expect: what the output of a token may depend on: "causal" (no later tokens), "bidirectional", or "window:4" (the last 4 tokens).
             Default: causal if the class, the config, a buffer or a cache says so. Any other model is only described.
-        call: a function that calls the model: (model, input_ids, keep) -> logits (B, L, ...), with a bool mask ``keep`` (B, L), True = a
-            real token. Without its third parameter, no mask is tried. ``UNCALLED`` has the properties that are then not tried.
         seed: the seed of the random inputs. device: the device of the copy. dtype: the dtype of the copy. Default: the model's dtype.
         repeat: the command that repeats a finding, without ``only`` and ``seed``. Default: a call of this function.
+        call: a function that calls the model: (model, input_ids, keep) -> logits (B, L, ...), with a bool mask ``keep`` (B, L), True = a
+            real token. Without its third parameter, no mask is tried. ``UNCALLED`` has the properties that are then not tried.
 
     Returns:
         A report. Its ``exit_code`` is 1 if something is wrong. Checks that could not be tried are listed with the reason.

@@ -38,14 +38,14 @@ class CheckConfig(Config):
         model: a Hugging Face folder, a checkpoint or the folder of a run, instead of FILE.py:NAME.
         only: properties of a model to check, such as causality,padding.
         expect: what an output may depend on: causal, bidirectional or window:4; null: a model that declares nothing is only described.
-        call: an adapter, a function in the same file or FILE.py:NAME. For a model: (model, input_ids, keep) -> logits (B, L, V), with a bool
-            mask keep (B, L), True = a real token. For a function or layer: (function, query, key, value, mask) -> output, all (B, H, L, D),
-            with a bool mask (B, 1, L, S), True = may attend. The mask may be left out; null: the call is found by trying.
         trust: build any class that a checkpoint names. This can run arbitrary code.
         stage: grade one stage of the exercise: 1 plain, 2 masks, 3 queries that see nothing, 4 wide values and causal, 5 half
             precision and large scores.
         strict: check a kernel with the signature of scaled_dot_product_attention in all cases and dtypes.
         mask: the meaning of True in the mask: keep or hide; null: inferred.
+        call: an adapter, a function in the same file or FILE.py:NAME. For a model: (model, input_ids, keep) -> logits (B, L, V), with a bool
+            mask keep (B, L), True = a real token. For a function or layer: (function, query, key, value, mask) -> output, all (B, H, L, D),
+            with a bool mask (B, 1, L, S), True = may attend. The mask may be left out; null: the call is found by trying.
         seed: seed of the random inputs.
         device: cpu, cuda, cuda:1 or mps.
         json: also write the report to this file, for graders.
@@ -55,11 +55,11 @@ class CheckConfig(Config):
     model: FilePath = ""
     only: str | None = None
     expect: str | None = None
-    call: str | None = None
     trust: bool = False
     stage: Literal[1, 2, 3, 4, 5] | None = None
     strict: bool = False
     mask: Literal["keep", "hide"] | None = None
+    call: str | None = None
     seed: Natural = 0
     device: str = "cpu"
     json: FilePath = ""
