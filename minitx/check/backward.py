@@ -10,7 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from minitx.check.called_model import CalledModel, fault_text
+from minitx.check.called_model import CalledModel
+from minitx.check.calling import fault_text
 from minitx.check.copying import copied
 from minitx.check.examination import Examination
 from minitx.check.properties import Gap, compare, rounding

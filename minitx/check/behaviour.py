@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from minitx.check.called_model import fault_text, is_refusal, limit_of
+from minitx.check.called_model import limit_of
+from minitx.check.calling import fault_text, is_refusal
 from minitx.check.copying import copied
 from minitx.check.examination import Examination
 from minitx.check.properties import compare, rounding

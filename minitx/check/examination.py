@@ -15,13 +15,12 @@ from minitx.check.called_model import (
     Stream,
     decoder_signs,
     draws_by_itself,
-    fault_text,
     find_forms,
-    is_refusal,
     limit_of,
     returns_cache,
     with_form,
 )
+from minitx.check.calling import fault_text, is_refusal
 from minitx.check.properties import FACTOR, Gap, compare, rounding, unit
 from minitx.check.results import Check, Finding, Severity, Status
 from minitx.check.witness import first_moved

@@ -11,37 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitx.check.called_model import CACHES, fault_text, returned_cache
+from minitx.check.called_model import returned_cache
+from minitx.check.calling import fault_text
 from minitx.check.examination import Examination
 from minitx.check.properties import Gap
 from minitx.check.results import Severity
-
-
-def cache(exam: Examination) -> None:
-    """Pieces with a cache equal one call."""
-    called = exam.called
-    name = next((name for name in CACHES if name in called.names), None)
-    if name is None or not called.streams or not called.has_positions:
-        exam.skip("cache", "no argument for a cache was found")
-        return
-    if not exam.is_causal:
-        exam.skip("cache", "the model is bidirectional")
-        return
-    learned_prompt = getattr(getattr(called.model, "active_peft_config", None), "is_prompt_learning", False)
-    if called.prepended or learned_prompt:
-        exam.skip("cache", "each call adds the virtual tokens again, with or without a cache")
-        return
-    L = called.stream.length
-    random_cuts = sorted((torch.randperm(L - 1, generator=called.generator)[:3] + 1).tolist())
-    pieces = _Pieces(exam, name)
-    cuts = {"token-by-token": range(1, L), "prefill-then-tokens": range(L // 2, L), "pieces": random_cuts}
-    for kind, places in cuts.items():
-        exam.attempt(f"cache/{kind}", partial(pieces.compare, cuts=list(places)))
-    exam.attempt("cache/cut-back", partial(pieces.compare, cuts=[L // 3, L - 2], what=f" that is cut back by {BACK} tokens"))
-    exam.attempt("cache/long", partial(pieces.compare, cuts=[], what=" and a long row"))
-    exam.attempt("cache/left-padding", partial(pieces.padded, cuts=[L // 2, L // 2 + 1, L - 3]))
-    exam.attempt("cache/static", partial(pieces.static, cuts=[L // 2, L // 2 + 1]))
-
 
 BACK = 3
 """The number of tokens by which a cache is cut back."""
@@ -55,18 +29,36 @@ class WrongShapeError(RuntimeError):
     """The output of a piece has the wrong shape."""
 
 
+def cache(exam: Examination) -> None:
+    """Pieces with a cache equal one call."""
+    called = exam.called
+    learned_prompt = getattr(getattr(called.model, "active_peft_config", None), "is_prompt_learning", False)
+    reasons = {
+        "no argument for a cache was found": called.cache is None or not called.streams or not called.has_positions,
+        "each call adds the virtual tokens again, with or without a cache": called.prepended or learned_prompt,
+    }
+    reason = next((reason for reason, is_given in reasons.items() if is_given), "")
+    if reason or not exam.is_causal:
+        exam.skip("cache", reason or "the model is bidirectional")
+        return
+    L = called.stream.length
+    random_cuts = sorted((torch.randperm(L - 1, generator=called.generator)[:3] + 1).tolist())
+    pieces = _Pieces(exam)
+    cuts = {"token-by-token": range(1, L), "prefill-then-tokens": range(L // 2, L), "pieces": random_cuts}
+    for kind, places in cuts.items():
+        exam.attempt(f"cache/{kind}", partial(pieces.compare, cuts=list(places)))
+    exam.attempt("cache/cut-back", partial(pieces.compare, cuts=[L // 3, L - 2], what=f" that is cut back by {BACK} tokens"))
+    exam.attempt("cache/long", partial(pieces.compare, cuts=[], what=" and a long row"))
+    exam.attempt("cache/left-padding", partial(pieces.padded, cuts=[L // 2, L // 2 + 1, L - 3]))
+    exam.attempt("cache/static", partial(pieces.static, cuts=[L // 2, L // 2 + 1]))
+
+
 class _Pieces:
     """Calls of a model piece by piece, with a cache."""
 
-    def __init__(self, exam: Examination, name: str) -> None:
-        self.exam, self.name = exam, name
+    def __init__(self, exam: Examination) -> None:
+        self.exam, self.called = exam, exam.called
         self.make = getattr(exam.called.model, "make_cache", None)
-
-    def _new(self, rows: int, length: int) -> Any:
-        if self.make is None:
-            return None
-        count = len(inspect.signature(self.make).parameters)
-        return self.make(*(rows, length)[-count:]) if count else self.make()
 
     def run(
         self,
@@ -78,27 +70,28 @@ class _Pieces:
         row: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """Return the outputs of all pieces, joined. After the second piece, ``back`` tokens are removed and fed again."""
-        called, inputs = self.exam.called, row or self.exam.inputs
+        called, inputs = self.called, row or self.exam.inputs
         stream, tokens = called.stream, inputs[called.stream.name]
         B, L = tokens.shape[:2]
-        cache = self._new(B, L) if cache is None else cache
-        outputs, start = [], 0
+        if cache is None and self.make is not None:
+            count = len(inspect.signature(self.make).parameters)
+            cache = self.make(*(B, L)[2 - count :])
+        outputs, start = list[Tensor](), 0
         for end in [*cuts, L]:
             piece = {**inputs, stream.name: tokens[:, start:end].contiguous()}
-            options: dict[str, Any] = {} if cache is None else {self.name: cache}
-            if "use_cache" in called.names:
-                options["use_cache"] = True
-            masks = None
-            if keep is not None:  # minitx's cache stores the earlier part of the mask
-                masks = {stream.name: keep[:, (0 if self.make is None else start) : end]}
+            options: dict[str, Any] = {} if cache is None else {str(called.cache): cache}
+            options |= {"use_cache": True} if "use_cache" in called.names else {}
             options |= {key: value[:, start:end] for key, value in (extra or {}).items()}
-            result = self._piece(piece, masks, options, keep, start, end)
+            # minitx's cache stores the earlier part of the mask; other models need all of it, or its new part
+            starts = [] if keep is None else [start] if self.make is not None else [0, start][: 1 + (start > 0)]
+            masks = [{stream.name: keep[:, first:end]} for first in starts if keep is not None]
+            result = self._piece(piece, masks or [None], options)
             outputs.append(called.output(result, piece))
             if outputs[-1].shape[:2] != (B, end - start):
                 shape = tuple(outputs[-1].shape)
                 raise WrongShapeError(f"a piece of {end - start} tokens in {B} rows gives an output of shape {shape}")
             if self.make is None:
-                cache = returned_cache(result, self.name)
+                cache = returned_cache(result, str(called.cache))
                 if cache is None:
                     raise NoCacheError("the model returns no cache")
             start = end
@@ -112,17 +105,14 @@ class _Pieces:
                 outputs[-1], start = outputs[-1][:, :-back], end - back
         return torch.cat(outputs, 1)
 
-    def _piece(
-        self, piece: dict[str, Tensor], masks: Any, options: dict[str, Any], keep: Tensor | None, start: int, end: int
-    ) -> Any:
-        """Call the model once. Some models need the mask of all tokens so far, others the mask of the new tokens."""
-        called = self.exam.called
+    def _piece(self, piece: dict[str, Tensor], masks: Sequence[Any], options: dict[str, Any]) -> Any:
+        """Call the model with the first mask that it accepts."""
         try:
-            return called.run(piece, masks, **options)
+            return self.called.run(piece, masks[0], **options)
         except (RuntimeError, ValueError):
-            if keep is None or start == 0 or self.make is not None:
+            if len(masks) == 1:
                 raise
-            return called.run(piece, {called.stream.name: keep[:, start:end]}, **options)
+            return self.called.run(piece, masks[1], **options)
 
     def compare(self, id: str, cuts: Sequence[int], what: str = "") -> None:
         """Compare pieces with one call. Without ``cuts``, the row is long."""
@@ -141,22 +131,18 @@ class _Pieces:
         if any(finding.id == "cache-differs" for finding in exam.findings):
             exam.explained(id, "the cache", gap)
             return
-        witness = (
-            f"pieces that end at {', '.join(map(str, cuts))}: the output of token {gap.place[1]} differs by {gap.size:.2g}"
-        )
-        if len(cuts) > 5:
-            witness = f"token by token from {cuts[0]}: the output of token {gap.place[1]} differs by {gap.size:.2g}"
+        how = f"token by token from {cuts[0]}" if len(cuts) > 5 else f"pieces that end at {', '.join(map(str, cuts))}"
+        witness = f"{how}: the output of token {gap.place[1]} differs by {gap.size:.2g}"
         fault = f"with a cache{what}, pieces differ from one call"
         advice = "Look at the positions of new tokens, and align the causal mask to the lower right: tril(diagonal=S - L)."
-        is_mild = "cut back" in what  # a recurrent state may not be meant to be cut back
-        is_mild |= "long row" in what and not exam.intention[0]
+        # a recurrent state may not be meant to be cut back
+        is_mild = "cut back" in what or ("long row" in what and not exam.intention[0])
         severity = Severity.FRAGILE if is_mild else Severity.WRONG
         exam.failed(id, f"cache-differs{what.replace(' ', '-').replace(',', '')}", severity, fault, advice, witness, gap)
 
     def padded(self, id: str, cuts: Sequence[int]) -> None:
         """Compare pieces with one call, with padding on the left of a row."""
-        exam, called = self.exam, self.exam.called
-        stream = called.stream
+        exam, called, stream = self.exam, self.called, self.called.stream
         if stream.form is None:
             exam.skip(id, "no mask")
             return
@@ -175,19 +161,17 @@ class _Pieces:
 
     def static(self, id: str, cuts: Sequence[int]) -> None:
         """Compare pieces with one call, with the static cache of transformers."""
-        exam = self.exam
-        library = sys.modules.get("transformers")
-        kind = getattr(library, "StaticCache", None)
-        if kind is None or self.name != "past_key_values" or exam.called.config is None:
+        exam, called = self.exam, self.called
+        kind = getattr(sys.modules.get("transformers"), "StaticCache", None)
+        if kind is None or called.cache != "past_key_values" or called.config is None:
             return
-        if len(exam.called.streams) > 1:
-            exam.skip(id, "the cache of fixed size is not tried with encoder–decoders")
-            return
-        if getattr(exam.called.model, "_can_compile_fullgraph", True) is False:
-            exam.skip(id, "the model does not support a cache of fixed size")
+        is_supported = getattr(called.model, "_can_compile_fullgraph", True) is not False
+        if len(called.streams) > 1 or not is_supported:
+            reason = "is not tried with encoder–decoders" if is_supported else "is not supported by the model"
+            exam.skip(id, f"a cache of fixed size {reason}")
             return
         try:
-            output = self.run(cuts, cache=kind(config=exam.called.config, max_cache_len=exam.called.stream.length + 3))
+            output = self.run(cuts, cache=kind(config=called.config, max_cache_len=called.stream.length + 3))
         except Exception as error:  # some architectures do not support it
             exam.skip(id, f"it raises {fault_text(error)}")
             return

@@ -20,6 +20,7 @@ import random
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,7 +51,10 @@ PROPERTIES: dict[str, Callable[[Examination], None]] = {
 
 EXPECT = r"(causal|bidirectional|window:[1-9]\d*)(,relative)?|relative"
 
-CALL = "forward must take token ids (B, L), vectors (B, L, E) or images, and return a tensor with B rows."
+CALL = "forward must take token ids (B, L), vectors (B, L, E) or images, and return a tensor with B rows; call= passes a function that calls it."
+
+UNCALLED = {"cache": "cache", "documents": "document_ids or position_ids", "loss": "labels", "switches": "further results"}
+"""The properties that need an argument that an adapter does not pass."""
 
 
 def check_model(
@@ -58,6 +62,7 @@ def check_model(
     *,
     only: str | Sequence[str] | None = None,
     expect: str | None = None,
+    call: Callable[..., Any] | None = None,
     seed: int = 0,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
@@ -78,12 +83,14 @@ def check_model(
             adding a number to all positions changes nothing. "causal,relative" declares both.
         seed: the seed of the random inputs. device: the device of the copy. dtype: the dtype of the copy. Default: the model's dtype.
         repeat: the command that repeats a finding, without ``only`` and ``seed``. Default: a call of this function.
+        call: a function that calls the model: (model, input_ids, keep) -> logits (B, L, ...), with a bool mask ``keep`` (B, L), True = a
+            real token. Without its third parameter, no mask is tried. ``UNCALLED`` has the properties that are then not tried.
 
     Returns:
         A report. Its ``exit_code`` is 1 if something is wrong. Checks that could not be tried are listed with the reason.
 
     Raises:
-        ValueError: ``only`` or ``expect`` has an unknown word. TypeError: ``model`` is not a module.
+        ValueError: ``only`` or ``expect`` has an unknown word, or ``call`` does not call the model. TypeError: ``model`` is not a module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -97,8 +104,10 @@ def check_model(
     name = type(model).__name__
     with _settled(seed):
         try:
-            called = make_called(model, seed, device, dtype)
+            called = make_called(model, seed, device, dtype, call)
         except CannotBeCalledError as faults:
+            if call is not None:
+                raise ValueError(f"call={call.__name__} does not call {name}: {faults}") from faults
             checks = [Check(word, Status.NOT_TRIED, "no way to call it was found") for word in chosen]
             finding = Finding("cannot-be-called", Severity.FRAGILE, "no way to call the model was found", CALL, str(faults))
             return Report(name, "", seed, tuple(checks), (finding,))
@@ -117,6 +126,9 @@ def _examine(examination: Examination, chosen: Sequence[str]) -> None:
     is_measured = False
     for number, word in enumerate(chosen):
         examination.word = word
+        if examination.called.call is not None and word in UNCALLED:
+            examination.skip(word, f"call= passes no {UNCALLED[word]}")
+            continue
         try:
             if not is_measured and word != "weights":
                 examination.measure()

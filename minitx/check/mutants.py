@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -31,59 +31,9 @@ AttentionFunction = Callable[..., tuple[Tensor, Tensor]]
 # --- the definition
 
 
-def _as_named(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Use query, key and value as their names say."""
-    return query, key, value
-
-
-def _same_heads(heads: Tensor) -> Tensor:
-    """Return the heads unchanged."""
-    return heads
-
-
-def _each_head_repeated(heads: Tensor, count: int) -> Tensor:
-    """Repeat each head of keys or values for its group of queries."""
-    return heads.repeat_interleave(count // heads.shape[1], dim=1)
-
-
-def _dot_product(query: Tensor, key: Tensor) -> Tensor:
-    """Return q · k."""
-    return query @ key.mT
-
-
-def _divided_by_root(scores: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Divide by √d_k."""
-    return scores * query.shape[-1] ** -0.5
-
-
-def _triangle(rows: int, keys: int) -> Tensor:
+def _triangle(rows: int, keys: int, shift: int = 0) -> Tensor:
     """A query sees the keys up to its position. The last query sees all keys."""
-    return torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
-
-
-def _minus_infinity(scores: Tensor, allowed: Tensor) -> Tensor:
-    """Set hidden scores to -inf."""
-    return scores.masked_fill(~allowed, -torch.inf)
-
-
-def _softmax_over_keys(scores: Tensor) -> Tensor:
-    """Normalize each row."""
-    return scores.softmax(-1)
-
-
-def _zero_where_hidden(weights: Tensor, allowed: Tensor, query: Tensor) -> Tensor:
-    """Set hidden weights to 0, even if a query sees no key and its softmax is NaN."""
-    return weights.masked_fill(~allowed, 0.0)
-
-
-def _mean_of_values(weights: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Return the weighted mean of the values."""
-    return weights @ value
-
-
-def _output(output: Tensor, query: Tensor) -> Tensor:
-    """Return the output unchanged."""
-    return output
+    return torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows + shift)
 
 
 @dataclass(frozen=True)
@@ -100,23 +50,23 @@ class Steps:
         mask: (the mask argument, the causal mask) -> bool (B, H, L, S). Without ``is_causal`` the causal mask is all True.
         hide: (scores, allowed) -> scores.
         softmax: scores -> weights.
-        after: (weights, allowed, query) -> weights.
+        after: (weights, allowed, query) -> weights. Hidden weights are 0, even if a query sees no key and its softmax is NaN.
         mix: (weights, query, key, value) -> output (B, H, L, Dv).
         merge: (output, query) -> output.
     """
 
-    roles: Step = _as_named
-    split: Step = _same_heads
-    group: Step = _each_head_repeated
-    dot: Step = _dot_product
-    scale: Step = _divided_by_root
+    roles: Step = lambda query, key, value: (query, key, value)
+    split: Step = lambda heads: heads
+    group: Step = lambda heads, count: heads.repeat_interleave(count // heads.shape[1], dim=1)
+    dot: Step = lambda query, key: query @ key.mT
+    scale: Step = lambda scores, query, key, value: scores * query.shape[-1] ** -0.5
     causal: Step = _triangle
     mask: Step = torch.logical_and
-    hide: Step = _minus_infinity
-    softmax: Step = _softmax_over_keys
-    after: Step = _zero_where_hidden
-    mix: Step = _mean_of_values
-    merge: Step = _output
+    hide: Step = lambda scores, allowed: scores.masked_fill(~allowed, -torch.inf)
+    softmax: Step = lambda scores: scores.softmax(-1)
+    after: Step = lambda weights, allowed, query: weights.masked_fill(~allowed, 0.0)
+    mix: Step = lambda weights, query, key, value: weights @ value
+    merge: Step = lambda output, query: output
 
 
 DEFINITION = Steps()
@@ -167,11 +117,7 @@ def _scaled(factor: Callable[[int, int, int, int], float]) -> Step:
 
 def _filled(number: float | None) -> Step:
     """Set hidden scores to a number. None: the lowest number of the dtype."""
-
-    def fill(scores: Tensor, allowed: Tensor) -> Tensor:
-        return scores.masked_fill(~allowed, torch.finfo(scores.dtype).min if number is None else number)
-
-    return fill
+    return lambda s, allowed: s.masked_fill(~allowed, torch.finfo(s.dtype).min if number is None else number)
 
 
 def _added(number: float) -> Step:
@@ -183,8 +129,10 @@ def unchanged(x: Tensor, *rest: Any) -> Tensor:
     return x
 
 
-def _shifted(shift: int) -> Step:
-    return lambda rows, keys: torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows + shift)
+def _from_the_left(name: str) -> Step:
+    """A mask that begins at the upper left: ``tril`` or ``triu``, with a shift."""
+    function, shift = name.split()
+    return lambda L, S: getattr(torch.ones(L, S, dtype=torch.bool), function)(int(shift))
 
 
 def _exponentials(epsilon: float = 0.0) -> Step:
@@ -200,16 +148,12 @@ def _cosine(query: Tensor, key: Tensor) -> Tensor:
     return normalize(query, dim=-1) @ normalize(key, dim=-1).mT
 
 
-def _if_alike(is_alike: Callable[..., bool], step: Step, otherwise: Step) -> Step:
-    """A mistake that shows only for some shapes, and the definition for the others."""
-    return lambda *args: step(*args) if is_alike(*args) else otherwise(*args)
+def _if_alike(dot: Step) -> Step:
+    """A mistake that shows only for as many keys as queries."""
+    return lambda query, key: dot(query, key) if query.shape == key.shape else query @ key.mT
 
 
-def _are_as_many(query: Tensor, key: Tensor) -> bool:
-    return query.shape == key.shape
-
-
-def _is_square(weights: Tensor, *rest: Any) -> bool:
+def _is_square(weights: Tensor) -> bool:
     return weights.shape[-1] == weights.shape[-2]
 
 
@@ -229,9 +173,7 @@ def _merged_by_view(output: Tensor, query: Tensor) -> Tensor:
 
 def _buffer_like_query(output: Tensor, query: Tensor) -> Tensor:
     """Copy the output to a buffer of the query's shape. It raises RuntimeError for wide values."""
-    buffer = torch.zeros_like(query).to(output.dtype)
-    buffer[:] = output
-    return buffer
+    return torch.zeros_like(query).to(output.dtype).copy_(output)
 
 
 @dataclass(frozen=True, eq=False)
@@ -296,51 +238,23 @@ MUTANTS: tuple[Mutant, ...] = (
     _fault("fourth root of d_k", "Scale query and key, or divide by √d_k.", scale=_scaled(lambda d_k, H, S, d_v: d_k**-0.25)),
     _fault("cosine of query and key", "Remove the normalization, or the scale.", dot=_cosine),
     _fault("cosine without scale", "This is not dot-product attention: remove the normalization.", dot=_cosine, scale=unchanged),
-    _fault("query unused", "Compute query @ key.mT.", dot=_if_alike(_are_as_many, lambda q, k: k @ k.mT, _dot_product)),
-    _fault("key unused", "Compute query @ key.mT.", dot=_if_alike(_are_as_many, lambda q, k: q @ q.mT, _dot_product)),
-    _fault("scores transposed", "Compute query @ key.mT.", dot=_if_alike(_are_as_many, lambda q, k: k @ q.mT, _dot_product)),
+    _fault("query unused", "Compute query @ key.mT.", dot=_if_alike(lambda q, k: k @ k.mT)),
+    _fault("key unused", "Compute query @ key.mT.", dot=_if_alike(lambda q, k: q @ q.mT)),
+    _fault("scores transposed", "Compute query @ key.mT.", dot=_if_alike(lambda q, k: k @ q.mT)),
     _fault("key reshaped, not transposed", "Use key.transpose(-2, -1).", dot=lambda q, k: q @ k.reshape(k.mT.shape)),
-    _fault("causal mask hides the token itself", _ALIGNED, causal=_shifted(-1)),
-    _fault("causal mask shows one later token", _ALIGNED, causal=_shifted(1)),
-    _fault(
-        "causal mask from the upper left",
-        "With a cache, the last query sees all keys: tril(diagonal=S - L).",
-        causal=lambda rows, keys: torch.ones(rows, keys, dtype=torch.bool).tril(),
-    ),
+    _fault("causal mask hides the token itself", _ALIGNED, causal=partial(_triangle, shift=-1)),
+    _fault("causal mask shows one later token", _ALIGNED, causal=partial(_triangle, shift=1)),
+    _fault("causal mask from the upper left", "With a cache, the last query sees all keys: tril(diagonal=S - L).", causal=_from_the_left("tril 0")),
     _fault("causal mask upside down", "Queries see later keys: use tril, not triu.", causal=lambda L, S: _triangle(L, S).flip(0, 1)),
     _fault("causal ignored", "The causal option has no effect.", causal=lambda L, S: torch.ones(L, S, dtype=torch.bool)),
-    _fault("mask inverted", "True means keep: masked_fill(~mask, -inf).", mask=lambda allowed, triangle: ~allowed & triangle),
-    _fault("mask ignored", "The mask has no effect: masked_fill returns a new tensor, and adding -1e-9 hides nothing.", mask=lambda allowed, triangle: triangle),
-    _fault(
-        "mask ignored when causal",
-        "Use both masks: allowed & causal.",
-        mask=lambda allowed, triangle: allowed if triangle.all() else triangle,
-    ),
-    _fault(
-        "causal ignored beside a mask",
-        "Use both masks: allowed & causal.",
-        mask=lambda allowed, triangle: allowed,
-    ),
-    _fault(
-        "mask or causal",
-        "A key is visible if both masks allow it: use & instead of |.",
-        mask=lambda allowed, triangle: allowed if triangle.all() else allowed | triangle,
-    ),
-    _fault(
-        "padding mask on the queries",
-        "Padding hides keys: mask[:, None, None, :].",
-        mask=lambda allowed, triangle: (allowed[..., :1, :].mT if _is_square(allowed) else allowed) & triangle,
-    ),
-    _fault(
-        "mask transposed",
-        "Rows are queries, and columns are keys.",
-        mask=lambda allowed, triangle: (allowed.mT if _is_square(allowed) else allowed) & triangle,
-    ),
-    _fault(
-        "first mask for the whole batch",
-        "Remove the index or squeeze of the batch.",
-        mask=lambda allowed, triangle: allowed[:1] & triangle,
-    ),
+    _fault("mask inverted", "True means keep: masked_fill(~mask, -inf).", mask=lambda a, c: ~a & c),
+    _fault("mask ignored", "The mask has no effect: masked_fill returns a new tensor, and adding -1e-9 hides nothing.", mask=lambda a, c: c),
+    _fault("mask ignored when causal", "Use both masks: allowed & causal.", mask=lambda a, c: a if c.all() else c),
+    _fault("causal ignored beside a mask", "Use both masks: allowed & causal.", mask=lambda a, c: a),
+    _fault("mask or causal", "A key is visible if both masks allow it: use & instead of |.", mask=lambda a, c: a if c.all() else a | c),
+    _fault("padding mask on the queries", "Padding hides keys: mask[:, None, None, :].", mask=lambda a, c: (a[..., :1, :].mT if _is_square(a) else a) & c),
+    _fault("mask transposed", "Rows are queries, and columns are keys.", mask=lambda a, c: (a.mT if _is_square(a) else a) & c),
+    _fault("first mask for the whole batch", "Remove the index or squeeze of the batch.", mask=lambda a, c: a[:1] & c),
     _fault("hidden scores of 0", "A score of 0, or of 1e-9, is not hidden: masked_fill(~mask, -inf).", hide=lambda s, a: s * a, after=unchanged),
     _fault("hidden scores of −1", "Use -inf for hidden scores.", hide=_filled(-1.0), after=unchanged),
     _fault("mask added as 0 and 1", "A mask that is added needs 0 and -inf.", hide=lambda s, a: s + a, after=unchanged),
@@ -375,9 +289,9 @@ MUTANTS: tuple[Mutant, ...] = (
     _fault("heads by view", "Use view(B, L, H, D).transpose(1, 2).", split=_by_view),
     _fault("heads merged by view", "Use transpose(1, 2) before reshape(B, L, E).", merge=_merged_by_view),
     _fragile("zeros_like(Q) for d_v ≠ d_k", "The output has the width of the values: new_zeros(*query.shape[:-1], value.shape[-1]).", merge=_buffer_like_query),
-    _fault("causal mask from the upper left hides the token itself", _ALIGNED, causal=lambda L, S: torch.ones(L, S, dtype=torch.bool).tril(-1)),
-    _fault("causal mask shows later tokens alone", "Queries see earlier keys: use tril, not triu.", causal=lambda L, S: torch.ones(L, S, dtype=torch.bool).triu(1)),
-    _fault("causal mask from the upper left shows one later token", _ALIGNED, causal=lambda L, S: torch.ones(L, S, dtype=torch.bool).tril(1)),
+    _fault("causal mask from the upper left hides the token itself", _ALIGNED, causal=_from_the_left("tril -1")),
+    _fault("causal mask shows later tokens alone", "Queries see earlier keys: use tril, not triu.", causal=_from_the_left("triu 1")),
+    _fault("causal mask from the upper left shows one later token", _ALIGNED, causal=_from_the_left("tril 1")),
     _fault("heads not transposed", "Each token attends to its own heads: use view(B, L, H, D).transpose(1, 2).", split=_transposed, merge=_transposed),
     _fault("weights unused", "Compute weights @ value.", mix=lambda w, q, k, v: v if _is_square(w) else w @ v),
     _fault("keys and values swapped", "Compute scores from the keys and the mean from the values.", roles=lambda q, k, v: (q, v, k)),

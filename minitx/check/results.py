@@ -142,20 +142,9 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain data."""
-        points = self.points
-        return {
-            "version": VERSION,
-            "subject": self.subject,
-            "called_as": self.called_as,
-            "taken_as": self.taken_as,
-            "seed": self.seed,
-            "stage": self.stage,
-            "is_right": self.is_right,
-            "points": None if points is None else {"reached": points[0], "most": points[1]},
-            "mend_first": None if self.mend_first is None else self.mend_first.id,
-            "findings": [asdict(finding) for finding in self.findings],
-            "checks": [asdict(check) for check in self.checks],
-        }
+        points = None if self.points is None else dict(zip(("reached", "most"), self.points, strict=True))
+        first = None if self.mend_first is None else self.mend_first.id
+        return asdict(self) | {"version": VERSION, "is_right": self.is_right, "points": points, "mend_first": first}
 
     def json(self) -> str:
         """Return the report as JSON. A number that is not finite is written as text, "inf" or "nan"."""

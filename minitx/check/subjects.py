@@ -1,11 +1,11 @@
-"""Run one experiment with a function or a layer: record the inputs and the output of its attention."""
+"""Run one case with a function or a layer: record the inputs and the output of its attention."""
 
 from __future__ import annotations
 
 import re
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import permutations, product
 from typing import Any
 
@@ -13,56 +13,54 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode  # documented in torch's notes on extending it
 
-from minitx.check import signatures
+from minitx.check import calling
+from minitx.check.calling import HINTS, QKV, MaskForm, ReturnError, choices, fault_text, first_that_works, invoke
+from minitx.check.cases import HEADS, WIDTH, Case, NotTriedError, Operands, Outcome, drawn, results_of
 from minitx.check.copying import copied
-from minitx.check.experiments import HEADS, SIMPLE, WIDTH, Experiment, HeadSizes, Operands, Outcome, drawn, through_mask
-from minitx.check.signatures import QKV, Layout, MaskForm, MaskShape, Signature
-
-
-class NotTriedError(Exception):
-    """An experiment cannot be run in this way of calling. The message is the reason."""
-
-
-RETURNS = "it returns"
-"""The beginning of a fault about the type or the shape of the result."""
-
-
-class ReturnError(ValueError):
-    """The result of a call is not an output of attention."""
-
-    def __init__(self, result: str) -> None:
-        super().__init__(f"{RETURNS} {result}")
 
 
 class DoesNotApplyError(NotTriedError):
-    """An experiment does not apply to this subject, so a graded exercise does not require it."""
+    """A case does not apply to this subject, so a graded exercise does not require it."""
 
 
-@dataclass(frozen=True, eq=False)
-class Way:
-    """One way of calling.
+MEANINGS = (
+    *(MaskForm(dtype) for dtype in (torch.bool, torch.int, torch.float64)),
+    MaskForm(torch.float64, added=-torch.inf),
+    *(MaskForm(dtype, hides=True) for dtype in (torch.bool, torch.float64)),
+)
+PADDING, FOUR_AXES, THREE_AXES = ("B--S", "B11S"), ("B1LS", "BHLS", "B-LS", "--LS", "B--S"), ("NHLS", "--LS", "NH-S")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The order of the axes of query, key and value. Inside the checker they are (B, H, L, D).
 
     Attributes:
-        order: the argument for each input: query, key and value, or x.
-        fixed: the values of other required arguments.
-        layout: the order of axes.
-        form, shape: the form and the shape of the mask. None: no mask is passed.
-        inner: for a layer, how its projections become heads.
-        gives_causal: whether the causal option is used. False if it raises.
+        put: converts (B, H, L, D) to the layout.
+        take: converts the layout to (B, H, L, D), given the number of heads.
+        masks: the shapes of masks to try.
     """
 
-    order: Mapping[str, str]
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    layout: Layout = signatures.HEADS_FIRST
-    form: MaskForm | None = None
-    shape: MaskShape | None = None
-    inner: Inner | None = None
-    gives_causal: bool = True
+    name: str
+    put: Callable[[Tensor], Tensor]
+    take: Callable[[Tensor, int], Tensor]
+    masks: Sequence[str] = FOUR_AXES
 
-    @property
-    def mask_kind(self) -> str:
-        """Return the kind of mask that can be expressed."""
-        return "cells" if self.shape is None else self.shape.kind
+
+def _whole(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).flatten(2)
+
+
+HEADS_FIRST = Layout("(B, H, L, D)", lambda x: x, lambda x, heads: x)
+AXES_3 = Layout("(B, L, D)", lambda x: x.flatten(0, 1), lambda x, heads: x.unflatten(0, (-1, heads)), THREE_AXES)
+LENGTH_FIRST = Layout("(B, L, H, D)", lambda x: x.transpose(1, 2), lambda x, heads: x.transpose(1, 2))
+AXES_2 = Layout("(L, D)", lambda x: x[0, 0], lambda x, heads: x[None, None], ("--LS",))  # one call for each sequence and head
+LAYER_AXES = (*FOUR_AXES[:3], "NHLS", *FOUR_AXES[3:])
+WHOLE = Layout("(B, L, H·D)", _whole, lambda x, heads: x.unflatten(2, (heads, -1)).transpose(1, 2))
+LAYER = Layout("(B, L, E)", WHOLE.put, WHOLE.take, LAYER_AXES)
+LAYER_LENGTH_FIRST = Layout(
+    "(L, B, E)", lambda x: _whole(x).transpose(0, 1), lambda x, heads: WHOLE.take(x.transpose(0, 1), heads), LAYER_AXES
+)
 
 
 @dataclass(frozen=True)
@@ -76,10 +74,43 @@ class Inner:
         order: the place of query, key and value among the projections. None: by their names, or else in order.
     """
 
-    heads: int
+    heads: int = HEADS
     is_batch_first: bool = True
     is_per_head: bool = False
     order: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """One way of calling.
+
+    Attributes:
+        order: the argument for each input: query, key and value, or x.
+        fixed: the values of other required arguments. guessed: those whose names do not show their meaning.
+        layout: the order of axes.
+        mask: the argument for a mask. form: the form of the mask. None: no mask is passed.
+        causal: the causal option. None: there is none.
+        inner: how the projections of a layer become heads.
+    """
+
+    order: Mapping[str, str]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    guessed: tuple[str, ...] = ()
+    layout: Layout = HEADS_FIRST
+    mask: str | None = None
+    form: MaskForm | None = None
+    causal: str | None = None
+    inner: Inner = Inner()
+
+    @property
+    def call_key(self) -> tuple[Any, ...]:
+        """Return what determines the call, but not how projections become heads."""
+        return tuple(self.order.items()), tuple(self.fixed.items()), self.layout, self.mask, self.form, self.causal
+
+    @property
+    def kind(self) -> str:
+        """Return the kind of mask that can be expressed."""
+        return "cells" if self.form is None or self.layout is AXES_2 else self.form.kind
 
 
 class Subject:
@@ -89,302 +120,281 @@ class Subject:
         function: the function or module to call.
         dtype: the dtype of the inputs. device: the device of the inputs.
         seed: the seed of the inputs.
+
+    Attributes:
+        width: the width of all heads.
+        is_adapted: whether the function takes query, key, value and a bool mask by position, as an adapter does.
     """
 
-    def __init__(self, function: Callable[..., Any], dtype: torch.dtype, device: torch.device | str, seed: int) -> None:
+    is_layer, is_adapted, width = False, False, HEADS * WIDTH
+
+    def __init__(self, function: Any, dtype: torch.dtype, device: torch.device | str, seed: int) -> None:
         self.function, self.dtype, self.device, self.seed = function, dtype, device, seed
-        self.signature: Signature = signatures.read_signature(function)
+        self.name = getattr(function, "__name__", type(function).__name__)
+        self.arguments = calling.read_arguments(function)
+        self.mask = self.arguments.named("kept", "mask", "padding")
+        self.is_for_padding = self.mask is not None and self.mask == self.arguments.named("padding")
+        self.causal = self.arguments.named("causal")
         self.refused: dict[str, str] = {}  # arguments that raise, and their errors
-        self.has_changed_mask = False  # whether a call since the last reset changed its mask in place
+        self.changed: set[str] = set()  # the arguments that calls since the last reset changed in place
+        self.known: dict[tuple[Any, ...], Outcome] = {}
+        self.products: dict[tuple[Any, ...], tuple[list[Product], Outcome]] = {}  # of a layer
+
+    # --- ways
+
+    def orders(self) -> Iterator[dict[str, str]]:
+        """Yield possible roles of the inputs: by their names, or else every order of three required arguments."""
+        arguments, roles = self.arguments, self.arguments.roles
+        if self.is_adapted:
+            yield dict(zip(QKV, arguments.names, strict=False))
+        elif all(role in roles for role in QKV):
+            yield {role: roles[role] for role in QKV}
+        elif "x" in roles:
+            yield {"x": roles["x"]}
+        else:
+            free = [name for name in arguments.required if arguments.role_of(name) in (None, *QKV)][: len(QKV)]
+            if len(free) == len(QKV):
+                yield from (dict(zip(QKV, order, strict=True)) for order in permutations(free))
+
+    def places(self) -> Iterator[tuple[Layout, Inner]]:
+        """Yield the layouts of inputs, and how projections become heads."""
+        layouts = [HEADS_FIRST] if self.is_adapted else [HEADS_FIRST, AXES_3, LENGTH_FIRST, AXES_2]
+        yield from ((layout, Inner()) for layout in layouts + [WHOLE] * ("heads" in self.arguments.roles))
 
     def ways(self) -> Iterator[Way]:
-        """Yield ways to call it without a mask."""
-        raise NotImplementedError
+        """Yield ways to call it without a mask, the most likely first."""
+        arguments = self.arguments
+        for order, (layout, inner) in product(self.orders(), self.places()):
+            rest = [name for name in arguments.required if name not in order.values()]
+            guessed = tuple(name for name in rest if arguments.role_of(name) is None)
+            width, heads = self.width // inner.heads, inner.heads
+            known = {"heads": heads, "width": width, "embed": self.width, "dropout": 0.0, "causal": False}
+            guesses = (None, width, heads, self.width)
+            fixed = {name: guesses if name in guessed else (known.get(arguments.role_of(name) or ""),) for name in rest}
+            if layout is WHOLE:
+                fixed[arguments.roles["heads"]] = (heads,)
+            for values in choices(fixed):
+                yield Way(order, values, guessed, layout, self.mask, causal=self.causal, inner=inner)
 
-    def mask_ways(self, way: Way, forms: tuple[MaskForm, ...]) -> Iterator[Way]:
-        """Yield a way for each form and shape of a mask."""
-        shapes = signatures.PADDING if self.signature.is_padding else way.layout.shapes
-        yield from (replace(way, form=form, shape=shape) for shape, form in product(shapes, forms))
+    def mask_ways(self, way: Way, meaning: str | None) -> Iterator[Way]:
+        """Yield a way for each form of a mask. ``meaning``: "keep" or "hide", the only meaning to try."""
+        shapes = ("B1LS",) if self.is_adapted else PADDING if self.is_for_padding else way.layout.masks
+        meanings = MEANINGS[:1] if self.is_adapted else MEANINGS
+        others = [name for name in self.without_role() if self.arguments.defaults[name] is None]
+        for name, axes, form in product([self.mask] if self.mask else others, shapes, meanings):
+            guessed = way.guessed if self.mask else (*way.guessed, name)
+            if meaning is None or (form.added is None and form.hides == (meaning == "hide")):
+                yield replace(way, mask=name, guessed=guessed, form=replace(form, axes=axes))
 
-    def run(self, way: Way, experiment: Experiment) -> Outcome:
-        """Run one experiment.
+    def without_role(self) -> list[str]:
+        """Return the optional arguments whose names do not show their meaning."""
+        return [name for name in self.arguments.defaults if self.arguments.role_of(name) is None and not self.is_adapted]
 
-        Raises:
-            NotTriedError: the experiment cannot be run in this way of calling.
-        """
-        raise NotImplementedError
+    # --- calls
 
-    def outcome(self, way: Way, experiment: Experiment) -> Outcome:
-        """Run one experiment. If it cannot be run, the outcome's fault is the reason."""
+    def outcome(self, way: Way, case: Case, is_always_causal: bool = False) -> Outcome:
+        """Run one case, or return its result from memory. ``is_always_causal``: the causal option is not used."""
+        asked = replace(case, is_causal=False) if is_always_causal else case
         try:
-            return self.run(way, experiment)
+            self.refuse(way, case)
+            inputs = self.inputs(way, asked)
         except NotTriedError as reason:
-            return Outcome(experiment, drawn(experiment), fault=str(reason))
+            return Outcome(case, drawn(case), fault=str(reason), refusal=reason)
+        key = asked, way.inner, *(replace(way, form=None) if inputs.allowed is None else way).call_key
+        if key not in self.known:
+            self.changed.clear()
+            try:
+                self.known[key] = self.measured(way, asked, inputs)
+            except Exception as error:
+                self.known[key] = Outcome(asked, inputs, fault=fault_text(error))
+        return self.known[key]
 
     def forget(self) -> None:
-        """Forget earlier calls."""
+        """Forget all calls."""
+        self.known.clear()
+        self.products.clear()
 
-    def beyond(self, way: Way, is_named: bool) -> str:
-        """Return what a module does beyond the definition, or an empty string: what it changes between its projections and its softmax.
+    def refuse(self, way: Way, case: Case) -> None:
+        """Raise ``NotTriedError`` if the case does not apply."""
+        if "x" in way.order:
+            raise NotTriedError("a function of one input has no projections")
+        if case.kv_heads and way.layout in (AXES_2, AXES_3, WHOLE):
+            raise NotTriedError(f"the layout {way.layout.name} has no heads")
 
-        Args:
-            is_named: a known mistake gives its numbers, so that only changed queries, keys and values count.
-        """
-        if not isinstance(self.function, nn.Module):
-            return ""
-        self.forget()
-        with Products(self.function) as watched:
-            seen = self.outcome(way, SIMPLE).inputs
-        if not watched.softmaxes and not watched.cores:
-            return "it takes no softmax of products of queries and keys"
-        if is_named and any(all(any(_is_scaled(x, y) for y in seen.heads) for x in core[:2]) for core in watched.cores):
-            return ""
-        for query, key, scores in watched.cores:
-            pairs = (query, key), (key, query)
-            is_plain = any(_is_scaled(one, seen.query) and _is_scaled(other, seen.key) for one, other in pairs)
-            if is_plain and (scores is None or any(x is None or _reaches(scores, x) for x in watched.softmaxes)):
-                return ""
-        return "it changes queries, keys or scores before the softmax, as a norm, positions or a window do"
+    def measured(self, way: Way, case: Case, inputs: Operands) -> Outcome:
+        """Call it, and measure the inputs and the output of its attention."""
+        dtype = (*case.dtypes, self.dtype)[0]
+        learned = {name: x for name, x in inputs.options.items() if isinstance(x, Tensor) and x.requires_grad}
+        tensors = dict(zip(QKV, inputs.heads, strict=True)) | learned
+        leaves = {name: x.detach().to(self.device, dtype, copy=True).requires_grad_() for name, x in tensors.items()}
+        answer = partial(self._answer, way, inputs, dtype, not case.is_reused)
+        result = reused(answer, leaves) if case.is_reused else answer(leaves)
+        results = results_of(result, leaves, inputs.cotangent)
+        gradients = tuple(tensor for name, tensor in results.items() if name.startswith("gradient"))
+        changed = tuple(sorted(self.changed))
+        return Outcome(case, inputs, results["output"], results.get("weights"), gradients, bool(gradients), changed=changed)
 
-    def describe(self, way: Way) -> str:
-        """Describe the call in one readable line."""
-        raise NotImplementedError
+    def _answer(
+        self, way: Way, inputs: Operands, dtype: torch.dtype, is_copied: bool, tensors: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output (B, H, L, Dv), and the weights if any are returned."""
+        (B, H, L, _), width = tensors["query"].shape, tensors["value"].shape[-1]
+        if way.layout is AXES_2 and B * H > 1:
+            outputs = []
+            for b, h in product(range(B), range(H)):
+                one = inputs if inputs.allowed is None else replace(inputs, allowed=inputs.allowed[b : b + 1])
+                parts = {role: x[b : b + 1, h : h + 1] for role, x in tensors.items()}
+                outputs.append(self._answer(way, one, dtype, is_copied, parts)[0])
+            return torch.cat(outputs).view(B, H, L, width), None
+        given = {way.order[role]: way.layout.put(tensors[role]) for role in QKV}
+        given |= {name: tensor for name, tensor in tensors.items() if name not in QKV}
+        result = self.call({**self.options(way, inputs, H, dtype), **given}, is_copied)
+        output, weights = _output_and_weights(result, way.layout.put(torch.empty(B, H, L, width, device="meta")).shape)
+        return way.layout.take(output, H), weights
 
-    def inputs(self, way: Way, experiment: Experiment, sizes: HeadSizes) -> Operands:
-        """Return the inputs of an experiment, with the causal mask inside the mask if there is no option for it."""
-        if experiment.mask and self.signature.mask is None:
+    def inputs(self, way: Way, case: Case) -> Operands:
+        """Return the inputs of a case, with the causal mask inside the mask if there is no option for it."""
+        if case.mask and way.mask is None:
             raise NotTriedError("no argument for a mask was found")
-        if "x" in way.order and experiment.rows != experiment.keys:
+        if "x" in way.order and case.rows != case.keys:
             raise DoesNotApplyError("it takes one input for queries and keys")
-        inputs = drawn(experiment, sizes, self.seed)
-        if not experiment.is_causal or self.causal(way):
-            return inputs
-        if self.signature.mask is None:
-            raise NotTriedError("it takes neither a causal option nor a mask")
-        if self.signature.is_padding or sizes.mask != "cells":
-            raise NotTriedError("it takes no causal option, and no mask for each query")
-        return through_mask(inputs)
+        inputs = drawn(case, way.inner.heads, self.width // way.inner.heads, way.kind, self.seed)
+        if case.is_causal and way.causal is None:
+            if way.mask is None or way.kind != "cells" or self.is_for_padding:
+                missing = (
+                    "neither a causal option nor a mask" if way.mask is None else "no causal option, and no mask for each query"
+                )
+                raise NotTriedError(f"it takes {missing}")
+            inputs = inputs.through_mask
+        if inputs.allowed is not None and way.form is None:
+            raise NotTriedError("none of the kinds of mask that were tried is accepted")
+        return inputs
 
     def options(self, way: Way, inputs: Operands, heads: int, dtype: torch.dtype) -> dict[str, Any]:
         """Return the arguments other than the inputs."""
-        options = dict(way.fixed)
-        causal = self.causal(way)
-        if causal is not None and (inputs.is_causal or causal in self.signature.switched_on):
-            options[causal] = inputs.is_causal
-        if inputs.allowed is not None:
-            if way.form is None or way.shape is None:
-                raise NotTriedError("none of the kinds of mask that were tried is accepted")
-            mask = way.form.make(way.shape.make(inputs.allowed, heads).to(self.device))
-            options[self.signature.mask or ""] = mask.to(dtype if mask.is_floating_point() else mask.dtype, copy=True)
+        options = {**way.fixed, **inputs.options}
+        options = {name: x.to(self.device, copy=True) if isinstance(x, Tensor) else x for name, x in options.items()}
+        if way.causal is not None and (inputs.is_causal or self.arguments.defaults.get(way.causal) is not False):
+            options[way.causal] = inputs.is_causal
+        if inputs.allowed is not None and way.form is not None and way.mask is not None:
+            mask = way.form.write(inputs.allowed.to(self.device, copy=True), heads)
+            options[way.mask] = mask.to(dtype) if mask.is_floating_point() else mask
         return options
 
-    def call(self, arguments: dict[str, Any]) -> Any:
+    def call(self, arguments: dict[str, Any], is_copied: bool = True) -> Any:
         """Call it with arguments by name, and positional-only arguments in order."""
-        masks = [value for name, value in arguments.items() if name == self.signature.mask and isinstance(value, Tensor)]
-        before = [mask.clone() for mask in masks]
-        listed = [arguments.pop(name) for name in self.signature.positional if name in arguments]
-        with warnings.catch_warnings():  # ways that do not fit may warn
-            warnings.simplefilter("ignore")
-            result = self.function(*listed, **arguments)
-        self.has_changed_mask |= not all(map(torch.equal, masks, before))
+        names = self.arguments.names if self.is_adapted else self.arguments.positional
+        result, changed = invoke(self.function, arguments, names, is_copied=is_copied)
+        self.changed.update(changed)
         return result
 
-    def causal(self, way: Way) -> str | None:
-        """Return the argument for the causal option, if it is used."""
-        return self.signature.named("causal") if way.gives_causal else None
+    # --- words
 
-    def arguments(self, way: Way) -> list[str]:
-        """Return the arguments that some experiment uses, in order."""
-        used = {*way.order.values(), *way.fixed, self.causal(way)}
-        if way.form is not None:
-            used.add(self.signature.mask)
-        return [name for name in self.signature.names if name in used]
-
-    def dtype_of(self, experiment: Experiment) -> torch.dtype:
-        """Return the dtype of the inputs of an experiment."""
-        return experiment.dtype or self.dtype
-
-
-class Function(Subject):
-    """A function of query, key and value."""
-
-    def ways(self) -> Iterator[Way]:
-        for order in self.signature.orders():
-            layouts = [*signatures.LAYOUTS, signatures.WHOLE_WIDTH] if self.signature.named("heads") else signatures.LAYOUTS
-            for layout in layouts:
-                fixed = self.signature.fixed(order, HEADS, WIDTH)
-                if fixed is not None:
-                    heads = self.signature.named("heads")
-                    count = {heads: HEADS} if heads and layout is signatures.WHOLE_WIDTH else {}
-                    yield Way(order, {**fixed, **count}, layout)
-
-    def run(self, way: Way, experiment: Experiment) -> Outcome:
-        if "x" in way.order:
-            raise NotTriedError("a function of one input has no projections")
-        if experiment.kv_heads and way.layout not in (signatures.HEADS_FIRST, signatures.LENGTH_FIRST):
-            raise NotTriedError(f"the layout {way.layout.name} has no heads")
-        inputs = self.inputs(way, experiment, HeadSizes(mask=way.mask_kind))
-        dtype = self.dtype_of(experiment)
-        leaves = [tensor.to(self.device, dtype).requires_grad_() for tensor in inputs.heads]
-        tensors = [leaf * 1 for leaf in leaves]  # leaves cannot be changed in place, but their copies can
-        before = [tensor.detach().clone() for tensor in tensors]
-        options = self.options(way, inputs, HEADS, dtype)
-        self.has_changed_mask = False
-        try:
-            if experiment.is_reused:
-                tensors = [leaf.detach() + 1.0 for leaf in leaves]
-                self._answer(way, tensors, options, _shape_of_output(inputs))
-                tensors = [tensor.copy_(leaf) for tensor, leaf in zip(tensors, leaves, strict=True)]
-            output, weights = self._answer(way, tensors, options, _shape_of_output(inputs))
-        except Exception as error:
-            return Outcome(experiment, inputs, fault=_sentence(error))
-        gradients: tuple[Tensor, ...] = ()
-        if output.requires_grad:
-            gradients = torch.autograd.grad(output.square().sum(), leaves, allow_unused=True, materialize_grads=True)
-        changed = [
-            name for name, tensor, old in zip(QKV, tensors, before, strict=True) if not torch.equal(tensor.detach(), old)
-        ]
-        changed += [self.signature.mask or ""] * self.has_changed_mask
-        kept = None if weights is None else weights.detach().cpu()
-        on_cpu = tuple(gradient.cpu() for gradient in gradients)
-        return Outcome(experiment, inputs, output.detach().cpu(), kept, on_cpu, bool(on_cpu), changed=tuple(changed))
-
-    def _answer(
-        self, way: Way, tensors: list[Tensor], options: dict[str, Any], shape: torch.Size
-    ) -> tuple[Tensor, Tensor | None]:
-        """The output (B, H, L, Dv), and the weights if any are returned."""
-        if way.layout is signatures.AXES_2:
-            return self._matrices(way, tensors, options, shape)
-        names = [way.order[role] for role in QKV]
-        result = self.call({**options, **dict(zip(names, map(way.layout.put, tensors), strict=True))})
-        expected = way.layout.put(torch.empty(shape, device="meta")).shape
-        output, weights = _output_and_weights(result, expected)
-        return way.layout.take(output, shape[1]), weights
-
-    def _matrices(
-        self, way: Way, tensors: list[Tensor], options: dict[str, Any], shape: torch.Size
-    ) -> tuple[Tensor, Tensor | None]:
-        """Call the function once for each sequence and each head."""
-        names, mask = [way.order[role] for role in QKV], self.signature.mask
-        outputs = []
-        for b, h in product(range(shape[0]), range(shape[1])):
-            arguments = {**options, **{name: tensor[b, h] for name, tensor in zip(names, tensors, strict=True)}}
-            if mask in arguments and isinstance(arguments[mask], Tensor):
-                arguments[mask] = arguments[mask][b]
-            outputs.append(_output_and_weights(self.call(arguments), shape[2:])[0])
-        return torch.stack(outputs).view(shape), None
+    def used(self, way: Way) -> list[str]:
+        """Return the arguments that some case uses, in order."""
+        used = {*way.order.values(), *way.fixed, way.causal, way.mask if way.form else None}
+        return [name for name in self.arguments.names if name in used]
 
     def describe(self, way: Way) -> str:
-        roles = [f"{role} = {way.order[role]}" for role in QKV if way.order[role][:1].lower() != role[:1]]
-        call = f"{_function_name(self.function)}({_listed_arguments(self, way)})"
-        inputs = ", ".join(way.order[role] for role in QKV)
-        return "; ".join([f"{call}: {inputs} {way.layout.name}", *roles, _mask_text(self.signature, way)])
+        """Describe the call in one readable line."""
+        listed = ", ".join(f"{n}={way.fixed[n]}" if way.fixed.get(n) is not None else n for n in self.used(way))
+        parts = [f"{self.name}({listed}): {', '.join(way.order.values())} {way.layout.name}"]
+        if self.is_layer:
+            parts.append(f"{way.inner.heads} head{'s' * (way.inner.heads > 1)}")
+        else:
+            parts += [f"{role} = {name}" for role, name in way.order.items() if name[:1].lower() != role[:1]]
+        form = str(way.form).replace("B·H", "B") if way.layout is AXES_3 else str(way.form)
+        parts.append("no mask" if way.mask is None else f"{way.mask} {form}" if way.form else f"{way.mask} not used")
+        return "; ".join(parts)
+
+
+def reused(call: Callable[[dict[str, Tensor]], Any], tensors: Mapping[str, Tensor]) -> Any:
+    """Call twice with the same contiguous tensors, with other numbers in the first call, and return the second result."""
+    again = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    call({name: tensor.mul_(2) for name, tensor in again.items()})
+    return call({name: tensor.copy_(tensors[name].detach()) for name, tensor in again.items()})
+
+
+class AdaptedFunction(Subject):
+    """A function or module that the caller's adapter calls: (function, query, key, value), and a bool mask if it takes one."""
+
+    is_adapted = True
+
+    def __init__(
+        self, function: Any, call: Callable[..., Any], dtype: torch.dtype, device: torch.device | str, seed: int
+    ) -> None:
+        names = calling.read_arguments(call).names
+        if len(names) not in (len(QKV) + 1, len(QKV) + 2):
+            must = "must take (function, query, key, value, mask), or no mask"
+            raise ValueError(f"call={call.__name__} {must}, got ({', '.join(names)})")
+        function = copied(function).to(device, dtype).eval() if isinstance(function, nn.Module) else function
+        super().__init__(partial(call, function), dtype, device, seed)
+        self.name, self.causal, self.is_for_padding = call.__name__, None, False
+        self.mask = next(iter(self.arguments.names[len(QKV) :]), None)
 
 
 class AttentionLayer(Subject):
     """A module with projections of queries, keys and values. Its attention is the part between its products with parameters."""
 
+    is_layer = True
+
     def __init__(self, function: nn.Module, dtype: torch.dtype, device: torch.device | str, seed: int) -> None:
-        module = copied(function).to(device, dtype).eval()
-        super().__init__(module, dtype, device, seed)
-        self.module = module
-        self.width = _width(module)
-        self.products: dict[Any, list[Product] | Exception] = {}
+        self.module = copied(function).to(device, dtype).eval()
+        super().__init__(self.module, dtype, device, seed)
+        self.name = f"{type(function).__name__}.forward"
+        self.matrices = {name: p for name, p in self.module.named_parameters() if p.ndim > 1}
+        flat = [p for p in self.matrices.values() if p.ndim == 2] or list(self.matrices.values())
+        sizes = [size for p in flat for size in p.shape]
+        self.width = next((width for width in self._attributes("embed") if width in sizes), min(sizes))
 
-    def ways(self) -> Iterator[Way]:
-        counts = _head_counts(self.module, self.width)
-        matrices = {name: p for name, p in self.module.named_parameters() if p.ndim > 1}
-        is_fused = any(size == len(QKV) * self.width for p in matrices.values() for size in p.shape)
-        places: list[tuple[int, ...] | None] = [None]
-        if not is_fused and _by_names(list(matrices)) is None:
-            places = list(permutations(range(len(QKV))))
-        for order in self.signature.orders():
-            fixed = self.signature.fixed(order, counts[0], self.width // counts[0])
-            if fixed is not None:
-                inners = (Inner(*parts) for parts in product(counts, (True, False), (False, True)[: 1 + is_fused], places))
-                yield from (Way(order, fixed, _layer_layout(self.module), inner=inner) for inner in inners)
+    def _attributes(self, role: str) -> list[int]:
+        attributes = [value for name, value in vars(self.module).items() if re.fullmatch(HINTS[role], name.lower())]
+        return [value for value in attributes if type(value) is int]
 
-    def mask_ways(self, way: Way, forms: tuple[MaskForm, ...]) -> Iterator[Way]:
-        shapes = signatures.PADDING if self.signature.is_padding else signatures.LAYER_AXES
-        yield from (replace(way, form=form, shape=shape) for shape, form in product(shapes, forms))
+    def places(self) -> Iterator[tuple[Layout, Inner]]:
+        stated = [count for count in self._attributes("heads") if count > 0 and self.width % count == 0][:1]
+        counts = stated or [count for count in (1, 2, 3, 4, 6, 8, 12, 16) if self.width % count == 0]
+        is_fused = any(size == len(QKV) * self.width for p in self.matrices.values() for size in p.shape)
+        has_order = is_fused or _by_names(list(self.matrices)) is not None
+        orders = [None] if has_order else list(permutations(range(len(QKV))))
+        layout = LAYER if getattr(self.module, "batch_first", True) else LAYER_LENGTH_FIRST
+        yield from ((layout, Inner(*parts)) for parts in product(counts, (True, False), {False, is_fused}, orders))
 
-    def run(self, way: Way, experiment: Experiment) -> Outcome:
-        if experiment.kv_heads or experiment.value_width or experiment.low is not None:
+    def refuse(self, way: Way, case: Case) -> None:
+        if case.kv_heads or case.value_width or case.low is not None:
             raise DoesNotApplyError("a layer projects its own queries, keys and values")
-        if experiment.dtype is not None or experiment.small < 1 or experiment.is_reused:
+        if case.dtypes or case.small < 1 or case.is_reused:
             raise DoesNotApplyError("a layer is tried in one dtype, with its own numbers")
-        if experiment.hidden and experiment.mask == "keys" and "x" in way.order:
+        if case.hidden and case.mask == "keys" and "x" in way.order:
             raise DoesNotApplyError("it takes one input for queries and values")
-        assert way.inner is not None
-        inputs = self.inputs(way, experiment, HeadSizes(way.inner.heads, self.width // way.inner.heads, way.mask_kind))
-        products = self._products(way, experiment, inputs)
-        if isinstance(products, Exception):
-            return Outcome(experiment, inputs, fault=_sentence(products))
-        try:
-            query, key, value, output = _heads(products, way.inner, self.width, experiment)
-        except (RuntimeError, ValueError) as error:
-            return Outcome(experiment, inputs, fault=_sentence(error))
-        seen = Operands(query, key, value, inputs.allowed, inputs.is_causal)
-        changed = (self.signature.mask or "",) if products[-1].has_changed_mask else ()
-        return Outcome(experiment, seen, output, gradients=products[-1].gradients, changed=changed)
 
-    def forget(self) -> None:
-        self.products.clear()
-
-    def _products(self, way: Way, experiment: Experiment, inputs: Operands) -> list[Product] | Exception:
-        """The products with parameters in one call. Ways that only split the products differently share the call."""
-        heads = inputs.query.shape[1]
-        key = experiment, heads, tuple(way.order.items()), way.form, way.shape, way.gives_causal
+    def measured(self, way: Way, case: Case, inputs: Operands) -> Outcome:
+        key = case, inputs.query.shape[1], *way.call_key  # ways that only split the products differently share the call
         if key not in self.products:
-            try:
-                self.products[key] = self._watched(way, inputs, heads, experiment.hidden)
-            except NotTriedError:
-                raise
-            except Exception as error:
-                self.products[key] = error
-        return self.products[key]
+            tensors = dict(zip(QKV, inputs.heads, strict=True)) | {"x": inputs.query + case.hidden}
+            leaves = {n: way.layout.put(tensors[r]).to(self.device, self.dtype).requires_grad_() for r, n in way.order.items()}
+            options = self.options(way, inputs, inputs.query.shape[1], self.dtype)
+            with Products(self.matrices) as watched:
+                result = self.call({**options, **leaves})
+            output = result[0] if isinstance(result, tuple | list) else result
+            if not isinstance(output, Tensor):
+                raise ReturnError(f"it returns {type(output).__name__}")
+            gradients = torch.autograd.grad(output.square().sum(), list(leaves.values()), materialize_grads=True)
+            changed = tuple(self.changed & {way.mask})
+            on_cpu = tuple(gradient.cpu() for gradient in gradients)
+            self.products[key] = watched.seen, Outcome(case, inputs, output, gradients=on_cpu, changed=changed)
+        products, outcome = self.products[key]
+        query, keys, value, output = _heads([*products, ("", outcome.output, outcome.output)], way.inner, self.width, case)
+        return replace(outcome, inputs=replace(inputs, query=query, key=keys, value=value), output=output)
 
-    def _watched(self, way: Way, inputs: Operands, heads: int, hidden: float) -> list[Product]:
-        tensors = dict(zip(QKV, inputs.heads, strict=True)) | {"x": inputs.query + hidden}
-        arguments = self.options(way, inputs, heads, self.dtype)
-        leaves = {
-            n: way.layout.put(tensors[role]).to(self.device, self.dtype).requires_grad_() for role, n in way.order.items()
-        }
-        self.has_changed_mask = False
-        with Products(self.module) as watched:
-            result = self.call({**arguments, **leaves})
-        output = result[0] if isinstance(result, tuple | list) else result
-        if not isinstance(output, Tensor):
-            raise ReturnError(type(output).__name__)
-        gradients = torch.autograd.grad(output.square().sum(), list(leaves.values()), materialize_grads=True)
-        on_cpu = tuple(gradient.cpu() for gradient in gradients)
-        return [*watched.seen, Product("", output, output, on_cpu, self.has_changed_mask)]
-
-    def describe(self, way: Way) -> str:
-        assert way.inner is not None
-        call = f"{type(self.module).__name__}.forward({_listed_arguments(self, way)})"
-        heads = f"{way.inner.heads} heads" if way.inner.heads > 1 else "1 head"
-        inputs = ", ".join(way.order.values())
-        return "; ".join([f"{call}: {inputs} {way.layout.name}", heads, _mask_text(self.signature, way)])
-
-    def idle_parameters(self, way: Way) -> list[str]:
-        """Return the names of the matrices that are not used in a call without a mask."""
-        used = {product.name for key, seen in self.products.items() if isinstance(seen, list) for product in seen}
-        return [name for name, p in self.module.named_parameters() if p.ndim == 2 and name not in used]
+    def idle_parameters(self) -> list[str]:
+        """Return the names of the matrices that no call uses."""
+        used = {name for products, _ in self.products.values() for name, *_ in products}
+        return [name for name, p in self.matrices.items() if p.ndim == 2 and name not in used]
 
 
-@dataclass(frozen=True, eq=False)
-class Product:
-    """A product of an activation with a parameter.
-
-    The last entry of a call is the output, with the gradients of the inputs, and whether the call changed its mask in place.
-    """
-
-    name: str
-    factor: Tensor
-    result: Tensor
-    gradients: tuple[Tensor, ...] = ()
-    has_changed_mask: bool = False
+Product = tuple[str, Any, Any]
+"""A product of an activation with a parameter: the parameter's name, the activation and the result."""
 
 
 class _Recorder:
@@ -392,30 +402,15 @@ class _Recorder:
 
     names: dict[int, str]
     seen: list[Product]
-    cores: list[tuple[Tensor, Tensor, Tensor | None]]
-    softmaxes: list[Tensor | None]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        aten = torch.ops.aten
+        result, aten = func(*args, **(kwargs or {})), torch.ops.aten
         if func.overloadpacket in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.linear):
-            self._record([x for x in args if isinstance(x, Tensor) and x.ndim > 1], result)
-        elif func.overloadpacket in (aten._softmax, aten._safe_softmax):  # what torch's softmax dispatches to
-            self.softmaxes.append(args[0])
-        elif func.overloadpacket is aten.exp:
-            self.softmaxes.append(None)
-        elif "scaled_dot_product" in func.name() and (kwargs or {}).get("attn_mask") is None and "backward" not in func.name():
-            self.cores.append((args[0], args[1], None))
+            factors = [x for x in args if isinstance(x, Tensor) and x.ndim > 1]
+            names = [self.names.get(factor.untyped_storage().data_ptr()) for factor in factors]
+            if any(names) and None in names:
+                self.seen.append((next(filter(None, names)), factors[names.index(None)], result))
         return result
-
-    def _record(self, factors: list[Tensor], result: Tensor) -> None:
-        names = [self.names.get(factor.untyped_storage().data_ptr()) for factor in factors]
-        activation = next((factor for factor, name in zip(factors, names, strict=True) if name is None), None)
-        parameter = next((name for name in names if name is not None), None)
-        if parameter is not None and activation is not None:
-            self.seen.append(Product(parameter, activation, result))
-        elif parameter is None and len(factors) > 1:
-            self.cores.append((factors[-2], factors[-1], result))
 
 
 class Products(_Recorder, TorchDispatchMode):
@@ -424,139 +419,46 @@ class Products(_Recorder, TorchDispatchMode):
     They are recorded below autograd, because ``nn.MultiheadAttention`` and layers with bare parameters call no submodule.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, matrices: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.names = {p.untyped_storage().data_ptr(): name for name, p in module.named_parameters() if p.ndim > 1}
-        self.seen: list[Product] = []
-        self.cores: list[tuple[Tensor, Tensor, Tensor | None]] = []  # factors without parameters, and their product
-        self.softmaxes: list[Tensor | None] = []  # their inputs; None: an exponential
-
-
-# --- helpers
-
-
-def _is_scaled(got: Tensor, want: Tensor) -> bool:
-    """Return whether two tensors have the same numbers, in any order and shape, except for a factor."""
-    one, other = (tensor.detach().cpu().double().unique() for tensor in (got, want))
-    return one.numel() == other.numel() and _is_parallel(one, other)
-
-
-def _is_parallel(one: Tensor, other: Tensor) -> bool:
-    size = one.norm() * other.norm()
-    return torch.allclose(one * other.norm(), other * one.norm(), rtol=0.0, atol=1e-5 * float(size) / one.numel() ** 0.5)
-
-
-def _reaches(scores: Tensor, entered: Tensor) -> bool:
-    """Return whether the scores enter the softmax as they are, or without those of later tokens."""
-    if _is_scaled(entered, scores):
-        return True
-    L = entered.shape[-1]
-    if entered.numel() != scores.numel() or entered.shape[-2] != L:
-        return False
-    earlier = torch.ones(L, L, dtype=torch.bool).tril()
-    one, other = (tensor.detach().cpu().double().reshape(-1, L, L) for tensor in (entered, scores))
-    return bool((one[:, ~earlier] < -1e3).all()) and _is_parallel(one[:, earlier], other[:, earlier])
-
-
-def _shape_of_output(inputs: Operands) -> torch.Size:
-    return torch.Size((*inputs.query.shape[:3], inputs.value.shape[-1]))
+        self.names = {p.untyped_storage().data_ptr(): name for name, p in matrices.items()}
+        self.seen = []
 
 
 def _output_and_weights(result: Any, shape: torch.Size) -> tuple[Tensor, Tensor | None]:
-    """The output, which has this shape, and the weights: the first other tensor of a tuple."""
+    """The output, which has this shape or at least this shape but for the width, and the weights: the first other tensor."""
     parts = [part for part in (result if isinstance(result, tuple | list) else (result,)) if isinstance(part, Tensor)]
-    output = next((part for part in parts if part.shape == shape), None)
-    if output is None:  # the width may differ
-        output = next((part for part in parts if part.shape[:-1] == shape[:-1]), None)
-    if output is None:
-        shapes = ", ".join(str(tuple(part.shape)) for part in parts) or type(result).__name__
-        raise ReturnError(f"{shapes}, not {tuple(shape)}")
-    return output, next((part for part in parts if part is not output), None)
+    for output in [p for p in parts if p.shape == shape] + [p for p in parts if p.shape[:-1] == shape[:-1]]:
+        return output, next((part for part in parts if part is not output), None)
+    shapes = ", ".join(str(tuple(part.shape)) for part in parts) or type(result).__name__
+    raise ReturnError(f"it returns {shapes}, not {tuple(shape)}")
 
 
-def _sentence(error: Exception) -> str:
-    first = (str(error).splitlines() or [""])[0]
-    return first if isinstance(error, ReturnError) else f"{type(error).__name__}: {first[:160]}"
-
-
-def _function_name(function: Any) -> str:
-    return getattr(function, "__name__", type(function).__name__)
-
-
-def _listed_arguments(subject: Subject, way: Way) -> str:
-    """The arguments of a call, with their values if these are constant."""
-    fixed = {name: value for name, value in way.fixed.items() if value is not None}
-    return ", ".join(f"{name}={fixed[name]}" if name in fixed else name for name in subject.arguments(way))
-
-
-def _mask_text(signature: Signature, way: Way) -> str:
-    if signature.mask is None:
-        return "no mask"
-    if way.form is None or way.shape is None:
-        return f"{signature.mask} not used"
-    return f"{signature.mask} {way.shape.name}, {way.form.name}"
-
-
-def _layer_layout(module: nn.Module) -> Layout:
-    if getattr(module, "batch_first", True):
-        return replace(signatures.WHOLE_WIDTH, name="(B, L, E)")
-    take = signatures.WHOLE_WIDTH.take
-    return Layout(
-        "(L, B, E)", lambda x: signatures.WHOLE_WIDTH.put(x).transpose(0, 1), lambda x, heads: take(x.transpose(0, 1), heads)
-    )
-
-
-def _attributes(module: nn.Module, role: str) -> list[int]:
-    names = (name for name in vars(module) if re.fullmatch(signatures.ARGUMENT_ROLES[role], name.lower()))
-    return [value for name in names if isinstance(value := getattr(module, name), int) and not isinstance(value, bool)]
-
-
-def _width(module: nn.Module) -> int:
-    """The width of the inputs: a suitable attribute of the module, or else the smallest size of a matrix."""
-    matrices = [p for p in module.parameters() if p.ndim == 2] or [p for p in module.parameters() if p.ndim > 1]
-    sizes = [size for p in matrices for size in p.shape]
-    return next((width for width in _attributes(module, "embed") if width in sizes), min(sizes))
-
-
-def _head_counts(module: nn.Module, width: int) -> list[int]:
-    counts = [count for count in _attributes(module, "heads") if count > 0 and width % count == 0]
-    return counts[:1] or [count for count in (1, 2, 3, 4, 6, 8, 12, 16) if width % count == 0]
-
-
-def _heads(products: list[Product], inner: Inner, width: int, experiment: Experiment) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Query, key, value and the output of attention, from the products with parameters and the layer's output."""
-    *before, last, output = products
-    pieces = _projected_parts(before, inner, width)
-    mixed = last.factor
+def _heads(products: list[Product], inner: Inner, width: int, case: Case) -> list[Tensor]:
+    """Query, key, value and the output of attention, from the products with parameters, and the layer's output as the last."""
+    *before, (_, mixed, _) = products[:-1]
+    mixed_inner, pieces = inner, _projected_parts(before, inner, width)
     if len(pieces) != len(QKV):  # there may be no output projection
-        pieces, mixed = _projected_parts([*before, last], inner, width), output.result
+        mixed_inner, mixed = replace(inner, is_batch_first=True), products[-1][2]
+        pieces = _projected_parts(products[:-1], inner, width)
     if len(pieces) != len(QKV):
-        seen = ", ".join(f"{product.name} {tuple(product.result.shape)}" for product in products[:-1])
+        seen = ", ".join(f"{name} {tuple(result.shape)}" for name, _, result in products[:-1])
         raise ValueError(f"expected three projections and an output, got: {seen or 'no product with a parameter'}")
-    order = inner.order or _by_names([name for name, _ in pieces]) or tuple(range(len(QKV)))
-    B, lengths = experiment.batch, (experiment.rows, experiment.keys, experiment.keys)
-    heads = [_split(pieces[place][1], inner, B, length, width) for place, length in zip(order, lengths, strict=True)]
-    is_output = mixed is output.result
-    return (
-        heads[0],
-        heads[1],
-        heads[2],
-        _split(mixed, replace(inner, is_batch_first=True) if is_output else inner, B, experiment.rows, width),
-    )
+    order = inner.order or _by_names([name for name, _ in pieces]) or range(len(QKV))
+    lengths = case.rows, case.keys, case.keys
+    heads = [_split(pieces[place][1], inner, case.batch, length, width) for place, length in zip(order, lengths, strict=True)]
+    return [*heads, _split(mixed, mixed_inner, case.batch, case.rows, width)]
 
 
 def _projected_parts(products: list[Product], inner: Inner, width: int) -> list[tuple[str, Tensor]]:
     """The projections. Fused projections are split."""
-    pieces = []
-    for name, result in ((entry.name, entry.result) for entry in products):
-        count = result.shape[-1] // width
+    pieces: list[tuple[str, Tensor]] = []
+    for name, _, result in products:
+        count, rest = divmod(result.shape[-1], width)
+        parts = [result] if rest or not count else list(result.split(width, dim=-1))
         if inner.is_per_head and count == len(QKV):
-            split = result.unflatten(-1, (inner.heads, count, -1)).unbind(-2)
-            pieces += [(name, part.flatten(-2)) for part in split]
-        elif count > 1 and result.shape[-1] % width == 0:
-            pieces += [(name, part) for part in result.split(width, dim=-1)]
-        else:
-            pieces.append((name, result))
+            parts = [part.flatten(-2) for part in result.unflatten(-1, (inner.heads, count, -1)).unbind(-2)]
+        pieces += [(name, part) for part in parts]
     return pieces
 
 
@@ -570,6 +472,50 @@ def _by_names(names: list[str]) -> tuple[int, ...] | None:
 
 def _split(piece: Tensor, inner: Inner, batch: int, length: int, width: int) -> Tensor:
     """Heads (B, H, length, D) from a projection with rows (B, length) or (length, B)."""
-    size = width // inner.heads
     rows = piece.reshape(batch, length, -1) if inner.is_batch_first else piece.reshape(length, batch, -1).transpose(0, 1)
-    return rows.unflatten(-1, (-1, size)).transpose(1, 2).detach().cpu()
+    return rows.unflatten(-1, (-1, width // inner.heads)).transpose(1, 2).detach().cpu()
+
+
+def make_subject(function: Any, device: torch.device | str, dtype: torch.dtype, seed: int) -> Subject:
+    """Return the function or layer with its arguments read.
+
+    Raises:
+        ValueError, TypeError: ``function`` does not compute attention. The message explains why.
+    """
+    kind, is_module = type(function).__name__, isinstance(function, nn.Module)
+    if not callable(function):
+        raise TypeError(f"check_attention needs a function, a class or a module, got {kind}")
+    embedding = [name for name, m in function.named_modules() if isinstance(m, nn.Embedding)] if is_module else []
+    if embedding:
+        text = f"{kind} is a model with the embedding {embedding[0]}, but check_attention takes a function or a layer"
+        raise ValueError(f"{text}: use check_model")
+    has_projections = is_module and any(p.ndim > 1 for p in function.parameters())
+    called = copied(function).eval() if is_module and not has_projections else function
+    subject = (AttentionLayer if has_projections else Subject)(called, dtype, device, seed)
+    order = next(subject.orders(), None)
+    if order is None:
+        names = ", ".join(subject.arguments.names) or "none"
+        raise ValueError(f"{kind} has no arguments that look like query, key and value, or x; its arguments: {names}")
+    if "x" in order and not has_projections:
+        raise ValueError(f"{kind} takes one input and has no projections, so its queries, keys and values cannot be seen")
+    return subject
+
+
+def instance_of(cls: type[Any]) -> tuple[Any, str]:
+    """Return an instance of a class, and the call that made it. Sizes are found by names, or else by trying.
+
+    Raises:
+        ValueError: every call raises.
+    """
+    arguments = calling.read_arguments(cls)
+    known = {"heads": HEADS, "width": WIDTH, "embed": HEADS * WIDTH, "dropout": 0.0}
+    guesses = (HEADS * WIDTH, HEADS, WIDTH, 0.0, None)
+    roles = {name: arguments.role_of(name) for name in arguments.required}
+    sizes = {name: (known[role],) if role in known else guesses for name, role in roles.items()}
+    tried = sorted(choices(sizes), key=lambda values: len(values) - len(set(values.values())))
+    faults: dict[str, None] = {}
+    chosen = first_that_works(tried[:100], lambda values: cls(**values), faults)
+    if chosen is None:
+        advice = f"pass an instance: write layer = {cls.__name__}(...) into the file, and check FILE.py:layer"
+        raise ValueError(f"{cls.__name__} cannot be created: {next(iter(faults))}; {advice}")
+    return cls(**chosen), f"{cls.__name__}({', '.join(f'{name}={value}' for name, value in chosen.items())})"

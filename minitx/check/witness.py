@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -14,13 +13,8 @@ TINY = 64.0
 """The tolerance as a multiple of one rounding error. It can be small, because rows of one call are computed alike."""
 
 
-@dataclass
-class ModuleCall:
-    """One call of a module: its floating-point tensors."""
-
-    name: str
-    inputs: list[Tensor]
-    outputs: list[Tensor] = field(default_factory=list)
+ModuleCall = tuple[str, list[Tensor], list[Tensor]]
+"""One call of a module: its name, and its floating-point inputs and outputs."""
 
 
 def first_moved(model: nn.Module, calm: Callable[[], Any], moved: Callable[[], Any], *stills: Tensor) -> str:
@@ -30,37 +24,30 @@ def first_moved(model: nn.Module, calm: Callable[[], Any], moved: Callable[[], A
         calm, moved: two calls of the model.
         stills: bool (B, L), the rows and positions that must not move, for each length L; or bool (B,), rows.
     """
-    with _recorded_calls(model) as first:
-        calm()
-    with _recorded_calls(model) as second:
-        moved()
     fallback = ""
-    for before, after in zip(first, second, strict=False):
-        if before.name != after.name:
+    for (name, inputs, outputs), (other, *after) in zip(_calls(model, calm), _calls(model, moved), strict=False):
+        if name != other:
             return fallback
-        if before.name and _moves(before.outputs, after.outputs, stills):
-            if not _moves(before.inputs, after.inputs, stills):
-                return _with_class(model, before.name)
-            fallback = fallback or _with_class(model, before.name)
+        if name and _moves(outputs, after[1], stills):
+            described = f"{name} ({type(model.get_submodule(name)).__name__})"
+            if not _moves(inputs, after[0], stills):
+                return described
+            fallback = fallback or described
     return fallback
 
 
-@contextmanager
-def _recorded_calls(model: nn.Module) -> Iterator[list[ModuleCall]]:
+def _calls(model: nn.Module, call: Callable[[], Any]) -> list[ModuleCall]:
     """The calls of all modules, ordered by when they end."""
     calls: list[ModuleCall] = []
-    handles = []
-    for name, module in model.named_modules():
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
 
-        def end(module: nn.Module, args: Any, kwargs: Any, result: Any, name: str = name) -> None:
-            calls.append(ModuleCall(name, list(_float_tensors((args, kwargs))), list(_float_tensors(result))))
+            def end(module: nn.Module, args: Any, kwargs: Any, result: Any, name: str = name) -> None:
+                calls.append((name, list(_float_tensors((args, kwargs))), list(_float_tensors(result))))
 
-        handles.append(module.register_forward_hook(end, with_kwargs=True))
-    try:
-        yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
+            hooks.enter_context(module.register_forward_hook(end, with_kwargs=True))
+        call()
+    return calls
 
 
 def _float_tensors(value: Any) -> Iterator[Tensor]:
@@ -89,16 +76,8 @@ def _moved(x: Tensor, y: Tensor, still: Tensor) -> bool:
 def _still_part(x: Tensor, still: Tensor) -> Tensor | None:
     """The rows and positions of (B, L, ...) or (B, H, L, ...)."""
     still = still.to(x.device)
-    if x.shape[0] != still.shape[0]:
-        return None
-    if still.dim() == 1:
+    if x.shape[0] == still.shape[0] and (still.dim() == 1 or x.shape[1] == still.shape[1]):
         return x[still]
-    if x.shape[1] == still.shape[1]:
-        return x[still]
-    if x.dim() >= 4 and x.shape[2] == still.shape[1]:
+    if x.shape[0] == still.shape[0] and x.dim() >= 4 and x.shape[2] == still.shape[1]:
         return x.transpose(1, 2)[still]
     return None
-
-
-def _with_class(model: nn.Module, name: str) -> str:
-    return f"{name} ({type(model.get_submodule(name)).__name__})"

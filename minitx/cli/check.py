@@ -44,6 +44,9 @@ class CheckConfig(Config):
             precision and large scores.
         strict: check a kernel with the signature of scaled_dot_product_attention in all cases and dtypes.
         mask: the meaning of True in the mask: keep or hide; null: inferred.
+        call: an adapter, a function in the same file or FILE.py:NAME. For a model: (model, input_ids, keep) -> logits (B, L, V), with a bool
+            mask keep (B, L), True = a real token. For a function or layer: (function, query, key, value, mask) -> output, all (B, H, L, D),
+            with a bool mask (B, 1, L, S), True = may attend. The mask may be left out; null: the call is found by trying.
         seed: seed of the random inputs.
         device: cpu, cuda, cuda:1 or mps.
         json: also write the report to this file, for graders.
@@ -57,6 +60,7 @@ class CheckConfig(Config):
     stage: Literal[1, 2, 3, 4, 5] | None = None
     strict: bool = False
     mask: Literal["keep", "hide"] | None = None
+    call: str | None = None
     seed: Natural = 0
     device: str = "cpu"
     json: FilePath = ""
@@ -72,6 +76,9 @@ class CheckConfig(Config):
             not self.model or not (self.strict or self.stage or self.mask),
             "stage, strict and mask are for functions, not for models: remove them",
         )
+        is_alone = self.call is None or bool(self.target) or ".py:" in self.call
+        require(is_alone, f"call={self.call} needs a file, because model= has none: call=FILE.py:{self.call}")
+        require(not (self.strict and self.call), "strict=true and call cannot be combined: remove one of them")
         require(not self.strict or self.stage is None, "strict=true and stage cannot be combined: remove one of them")
         if self.json and not Path(self.json).absolute().parent.is_dir():
             raise ConfigError(f"json={self.json} is in a folder that does not exist")
@@ -93,7 +100,8 @@ def main() -> int:
 def _run_check(config: CheckConfig) -> Report:
     path, _, name = config.target.rpartition(":")
     subject = _loaded(config) if config.model else _object(_module(path), path, name)
-    report = _model_report(subject, config) if config.model else _report(subject, config)
+    adapter = _adapter(config)
+    report = _model_report(subject, config, adapter) if config.model else _report(subject, config, adapter)
     if config.json:
         with refusing(f"json={config.json} cannot be written: ", (OSError,)):
             Path(config.json).write_text(report.json(), encoding="utf-8")
@@ -101,13 +109,18 @@ def _run_check(config: CheckConfig) -> Report:
     return report
 
 
-def _report(subject: Any, config: CheckConfig) -> Report:
+def _report(subject: Any, config: CheckConfig, adapter: Any) -> Report:
     """Return the report on the subject that the file defines."""
+    from torch.nn import Module
+
     from minitx.check.calls import check_attention
 
     made = _made(subject, config.target)
-    if _is_whole_model(made) and not (config.strict or config.stage is not None or config.mask is not None):
-        return _model_report(made, config)
+    is_model = _is_whole_model(made)
+    if adapter is not None and isinstance(made, Module):  # (model, input_ids, keep), or (function, query, key, value, mask)
+        is_model = len(inspect.signature(adapter).parameters) <= 3
+    if is_model and not (config.strict or config.stage is not None or config.mask is not None):
+        return _model_report(made, config, adapter)
     with refusing(f"{config.target}: ", (ValueError, TypeError)):
         require(config.only is None and config.expect is None, f"only and expect are for models{_why_none(subject)}")
         return check_attention(
@@ -115,23 +128,43 @@ def _report(subject: Any, config: CheckConfig) -> Report:
             strict=config.strict,
             stage=config.stage,
             mask=config.mask,
+            call=adapter,
             seed=config.seed,
             device=config.device,
         )
 
 
-def _model_report(model: Any, config: CheckConfig) -> Report:
+def _model_report(model: Any, config: CheckConfig, adapter: Any) -> Report:
     from minitx.check.language_models import check_model
 
     repeat = f"minitx-check {shlex.quote(f'model={config.model}' if config.model else config.target)}"
-    repeat += "" if config.expect is None else f" expect={config.expect}"
+    for key, value in (("expect", config.expect), ("call", config.call)):
+        repeat += "" if value is None else f" {shlex.quote(f'{key}={value}')}"
     repeat += " trust=true" * config.trust + (f" device={config.device}" if config.device != "cpu" else "")
     if sys.stderr.isatty():  # some seconds without output follow
         sys.stderr.write(f"checking {type(model).__name__} ...\n")
     with refusing("", (ValueError,)), refusing(f"device={config.device} cannot be used: ", (RuntimeError, AssertionError)):
         return check_model(
-            model, only=config.properties, expect=config.expect, seed=config.seed, device=config.device, repeat=repeat
+            model,
+            only=config.properties,
+            expect=config.expect,
+            call=adapter,
+            seed=config.seed,
+            device=config.device,
+            repeat=repeat,
         )
+
+
+def _adapter(config: CheckConfig) -> Any:
+    """Return the function that ``call`` names, or None."""
+    if config.call is None:
+        return None
+    path, _, name = config.call.rpartition(":")
+    own = config.target.rpartition(":")[0]
+    module = _module(path) if path else sys.modules[Path(own).stem]  # the file of the target is loaded
+    adapter = _object(module, path or own, name)
+    require(inspect.isfunction(adapter), f"call={config.call} must be a function, got {type(adapter).__name__}")
+    return adapter
 
 
 def _made(subject: Any, target: str) -> Any:

@@ -13,7 +13,7 @@ from broken_functions import BROKEN, KERNELS, RIGHT, WIDTH, RightHidesPadding, r
 from torch import nn
 
 from minitx.check import Severity, Status, check_attention, mutant
-from minitx.check.experiments import DRAWS, EXPERIMENTS, drawn
+from minitx.check.cases import CASES, DRAWS, drawn
 from minitx.check.mutants import MUTANTS, STEP_NAMES, attention_in_steps
 from minitx.check.reference import naive_attention
 from minitx.config import TransformerConfig
@@ -35,9 +35,7 @@ def by_id(report):
 # the table
 
 
-@pytest.mark.parametrize(
-    "experiment", [e for e in (*EXPERIMENTS, *DRAWS) if e.dtype is None], ids=lambda experiment: experiment.id
-)
+@pytest.mark.parametrize("experiment", [e for e in (*CASES, *DRAWS) if not e.dtypes], ids=lambda experiment: experiment.id)
 def test_the_steps_are_the_definition(experiment):
     inputs = drawn(experiment)
     got = attention_in_steps(*inputs.heads, inputs.allowed, is_causal=inputs.is_causal)
@@ -348,6 +346,135 @@ def test_a_model_is_refused_in_one_sentence():
 def test_options_that_do_not_exist_are_refused(options):
     with pytest.raises(ValueError, match=r"must be|cannot be combined"):
         check_attention(right_textbook, **options)
+
+
+# an adapter
+
+
+def in_one_tuple(batch):
+    q, k, v, mask = batch
+    scores = q @ k.mT
+    return (scores if mask is None else scores.masked_fill(~mask, -math.inf)).softmax(-1) @ v
+
+
+def test_an_adapter_calls_what_no_signature_shows():
+    def with_mask(function, query, key, value, mask=None):
+        return function((query, key, value, mask))
+
+    def without_mask(function, query, key, value):
+        return function((query, key, value, None))
+
+    report = check_attention(in_one_tuple, call=with_mask)
+    assert report.mend_first.id == "no-scale" and report.called_as.startswith("with_mask(query, key, value, mask): "), str(
+        report
+    )
+    assert by_id(report)["mask-and-causal"].status == Status.FAILED  # the causal mask is inside the mask
+    report = check_attention(in_one_tuple, call=without_mask)
+    assert wrong(report) == {"no-scale"} and by_id(report)["mask"].reason == "no argument for a mask was found"
+    layer = WithoutProjections()
+    assert check_attention(layer, call=lambda layer, q, k, v: layer({"q": q, "k": k, "v": v})).is_right and layer.training
+
+
+class WithoutProjections(nn.Module):
+    def forward(self, heads):
+        return F.scaled_dot_product_attention(heads["q"], heads["k"], heads["v"])
+
+
+@pytest.mark.parametrize(
+    ("call", "complaint"),
+    [
+        (lambda function, query: query, "must take"),
+        (lambda function, query, key, value: function(query, key, value), "does not call in_one_tuple: TypeError"),
+        (lambda function, query, key, value: None, "does not call in_one_tuple: it returns None"),
+    ],
+)
+def test_a_bad_adapter_is_refused_in_one_sentence(call, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        check_attention(in_one_tuple, call=call)
+
+
+# more than the definition
+
+
+def own_steps(name):
+    """A function of attention with a step of its own."""
+
+    def attention(q, k, v, is_causal=False):
+        L, S = q.shape[-2], k.shape[-2]
+        places = torch.arange(S - L, S)[:, None] - torch.arange(S)
+        if name == "norm":
+            q, k = F.layer_norm(q, q.shape[-1:]), F.layer_norm(k, k.shape[-1:])
+        if name == "positions":
+            q, k = (x * torch.arange(1, x.shape[-2] + 1)[:, None] for x in (q, k))
+        scores = q @ k.mT / math.sqrt(q.shape[-1])
+        scores = 1.5 * torch.tanh(scores / 1.5) if name == "soft-cap" else scores
+        if name == "ALiBi":
+            scores = scores - places.abs() / torch.arange(1, q.shape[1] + 1)[:, None, None]
+        hidden = (places < 0) & is_causal
+        if "window" in name:
+            hidden = hidden | (places.abs() >= int(name.split()[1]))
+        scores = scores.masked_fill(hidden, -math.inf)
+        if name == "sink":
+            return torch.cat((scores, torch.zeros_like(scores[..., :1])), -1).softmax(-1)[..., :-1] @ v
+        if name == "squares":
+            return (scores.square() + 0.1) @ v
+        return (scores * 0.9 if name == "another scale" else scores).softmax(-1) @ v
+
+    return attention
+
+
+@pytest.mark.parametrize(("name", "word"), [
+    ("norm", "norm"), ("positions", "positions"), ("soft-cap", "soft-cap"), ("ALiBi", "ALiBi"), ("window 3", "window"),
+    ("window 60", "window"), ("sink", "sink"), ("squares", "do not add up to 1"),
+])  # fmt: skip
+def test_a_function_with_a_step_of_its_own_is_described(name, word):
+    report = check_attention(own_steps(name))
+    assert [(finding.id, finding.severity) for finding in report.findings] == [("more-than-the-definition", Severity.NOTE)], (
+        report
+    )
+    assert word in report.findings[0].fault and report.exit_code == 0
+    assert {check.status for check in report.with_status(Status.FAILED)} == set()
+
+
+def hides(where):
+    """A function that hides keys: ``where`` gets the places of queries and keys."""
+
+    def attention(q, k, v):
+        scores = q @ k.mT / math.sqrt(q.shape[-1])
+        L, S = scores.shape[-2:]
+        return scores.masked_fill(where(torch.arange(S - L, S)[:, None], torch.arange(S)), -math.inf).softmax(-1) @ v
+
+    return attention
+
+
+def test_a_scale_without_a_name_mixed_sequences_and_keys_that_a_window_shows_are_wrong():
+    assert wrong(check_attention(own_steps("another scale"))) == {"differs"}
+    assert wrong(check_attention(lambda q, k, v: own_steps("norm")(q.roll(1, 0), k, v))) == {"differs"}
+    for where in (lambda i, j: j > i + 2, lambda i, j: j == i.max(), lambda i, j: j >= 128, lambda i, j: (i == j) & (i > 0)):
+        assert wrong(check_attention(hides(where))) == {"differs"}
+    for where in (lambda i, j: (i - j).abs() % 2 == 1, lambda i, j: i // 3 != j // 3, lambda i, j: (j > i) | (j < i - 70)):
+        assert found(check_attention(hides(where))) == []
+    assert found(check_attention(own_steps(""))) == []
+
+
+def test_what_names_do_not_show_is_found_by_trying():
+    def attention(one, two, three, size, later=True, visible_cells=None, autoregressive=False):
+        scores = one @ two.mT / size**0.5
+        L, S = scores.shape[-2:]
+        hidden = ~torch.ones(L, S, dtype=torch.bool).tril(S - L) if autoregressive else torch.zeros(L, S, dtype=torch.bool)
+        hidden = hidden if visible_cells is None else hidden | ~visible_cells
+        return scores.masked_fill(hidden, -1e30).softmax(-1) @ three
+
+    report = check_attention(attention)
+    assert report.is_right, report
+    assert report.called_as.startswith("attention(one, two, three, size=8, visible_cells, autoregressive): ")
+    assert {"causal", "mask"} <= {check.id for check in report.with_status(Status.PASSED)}
+
+    class Layer(RightHidesPadding):
+        def __init__(self, e, h):
+            super().__init__(e, h)
+
+    assert check_attention(Layer).called_as.startswith("Layer(e=32, h=4); ")
 
 
 # the stages of the exercise

@@ -248,6 +248,45 @@ def test_recurrent_models_are_checked_with_their_state():
     assert [f.id for f in check_model(Recurrent(True), only="cache").findings] == ["cache-differs"]
 
 
+class ReadsDict(nn.Module):
+    """Tokens and their mask in a dict; hidden tokens are 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(40, 16), nn.Linear(16, 40)
+
+    def forward(self, batch):
+        return {"scores": self.head((self.table(batch["tokens"]) * batch["real"][..., None]).cumsum(1))}
+
+
+def test_an_adapter_calls_a_model_that_no_trying_reaches_and_what_it_does_not_pass_is_not_tried():
+    def adapter(model, ids, keep):
+        return model({"tokens": ids, "real": keep})["scores"]
+
+    report = check_model(ReadsDict(), only=QUICK, call=adapter, expect="causal")
+    assert report.mend_first is None and report.called_as.startswith("ReadsDict by adapter(ids, keep): ids (B, L); "), str(
+        report
+    )
+    untried = {check.id: check.reason for check in report.with_status(Status.NOT_TRIED)}
+    assert untried["cache"] == "call= passes no cache" and {"documents", "loss"} <= untried.keys()
+    assert {"causality", "padding"} <= {check.id.partition("/")[0] for check in report.with_status(Status.PASSED)}
+    report = check_model(ReadsDict(), only="padding", call=lambda model, ids: adapter(model, ids, torch.ones_like(ids)))
+    assert [(check.id, check.reason) for check in report.with_status(Status.NOT_TRIED)] == [("padding", "call= takes no mask")]
+    leaky = check_model(gpt("padding mask ignored"), only="padding", call=lambda model, ids, keep: model(ids, keep.long())[0])
+    assert leaky.mend_first.id == "mask-ignored"
+
+
+@pytest.mark.parametrize("call", [lambda model: model, lambda model, ids: model(ids), lambda model, ids, keep: None])
+def test_a_bad_adapter_of_a_model_is_refused_in_one_sentence(call):
+    with pytest.raises(ValueError, match="does not call ReadsDict: "):
+        check_model(ReadsDict(), call=call)
+
+
+def test_required_arguments_without_a_known_meaning_get_the_tokens():
+    report = check_model(nn.MultiheadAttention(32, 4, batch_first=True), only=["rows", "causality"])
+    assert "key = query; value = query" in report.called_as and report.is_right, str(report)
+
+
 class Sums(nn.Module):
     """The sum of the tokens so far. Its cache has the tokens, and the sums."""
 

@@ -6,7 +6,7 @@ import pytest
 
 from minitx.check import Check, Finding, Report, Severity, Status, check_attention, mutant
 from minitx.check.calls import BLIND_GRADIENT
-from minitx.check.experiments import DRAWS, EXPERIMENTS
+from minitx.check.cases import CASES, DRAWS
 from minitx.check.mutants import MUTANTS
 from minitx.check.results import stable_id
 
@@ -98,7 +98,7 @@ causal-mask-from-the-upper-left-shows-one-later-token heads-not-transposed weigh
 
 def test_the_ids_that_graders_read_stay_the_same():
     """A new id is added to these lists. An id that changes or goes needs a new version of the JSON."""
-    assert {experiment.id for experiment in (*EXPERIMENTS, *DRAWS)} | {BLIND_GRADIENT} == set(IDS.split())
+    assert {experiment.id for experiment in (*CASES, *DRAWS)} | {BLIND_GRADIENT} == set(IDS.split())
     assert [entry.id for entry in MUTANTS] == MISTAKES.split()
     checks = check_attention(mutant("no scale")).checks
     assert {check.id for check in checks} == set(IDS.split())

@@ -35,6 +35,12 @@ class Layer(torch.nn.Module):
 def made():
     return Layer()
 
+def in_one_tuple(batch):
+    return no_scale(*batch)
+
+def adapter(function, query, key, value):
+    return function((query, key, value))
+
 class NeedsSizes(torch.nn.Module):
     def __init__(self, vocab_size, n_positions):
         super().__init__()
@@ -59,6 +65,13 @@ model = Own()
 
 def leaky():
     return Own(leaks=True)
+
+class ReadsDict(Own):
+    def forward(self, batch):
+        return super().forward(batch["ids"])
+
+def in_dict(model, ids):
+    return model({"ids": ids})
 """
 
 
@@ -118,6 +131,12 @@ def test_help_says_that_the_file_runs(program):
     (["model=nowhere"], "model=nowhere does not exist"),
     (["model=."], "model=. is neither a Hugging Face folder (config.json) nor a run"),
     (["mine.py:right", "model=."], "cannot be combined"),
+    (["mine.py:in_one_tuple", "call=nowhere"], "mine.py does not define nowhere"),
+    (["mine.py:in_one_tuple", "call=number"], "call=number must be a function, got int"),
+    (["mine.py:in_one_tuple", "call=made"], "call=made must take (function, query, key, value, mask), or no mask, got ()"),
+    (["model.py:ReadsDict", "call=leaky"], "call=leaky does not call ReadsDict: it must take (model, input_ids, keep), or no mask, got ()"),
+    (["model=.", "call=adapter"], "call=adapter needs a file, because model= has none: call=FILE.py:adapter"),
+    (["mine.py:right", "strict=true", "call=adapter"], "cannot be combined"),
     (["mine.py:right", "stag=3"], "did you mean stage?"),
     (["mine.py:right", "stage=6"], "stage=6 is not allowed"),
     (["mine.py:right", "mask=show"], "mask=show is not allowed: one of keep, hide"),
@@ -141,6 +160,14 @@ def test_a_class_and_an_instance_of_a_model_are_checked(program, name):
 def test_a_layer_that_a_class_or_a_function_returns_is_checked(program, name, words):
     code, shown, _ = program(f"mine.py:{name}", *words)
     assert code == 1 and shown.startswith("Layer, seed 0") and "Layer.forward(x)" in shown and "wrong      no scale" in shown
+
+
+def test_an_adapter_of_the_same_or_of_another_file_calls_what_is_checked(program):
+    code, shown, _ = program("mine.py:in_one_tuple", "call=adapter")
+    assert code == 1 and "called as  adapter(query, key, value)" in shown and "wrong      no scale" in shown
+    for word in ("call=in_dict", "call=model.py:in_dict"):
+        code, shown, _ = program("model.py:ReadsDict", "only=causality,cache", word)
+        assert code == 0 and "ReadsDict by in_dict(ids)" in shown and "not tried  cache: call= passes no cache" in shown
 
 
 def test_the_command_in_a_report_of_a_model_repeats_it(program):
@@ -189,14 +216,21 @@ def test_a_checkpoint_that_names_a_class_of_another_package_is_refused(program, 
     assert not (tmp_path / "ran").exists()
 
 
-WORDS = (["m.py:Net"], ["my model.py:Net", "expect=window:4"], ["model=runs/own", "trust=true"], ["m.py:Net", "device=cuda:1"])
+WORDS = (
+    ["m.py:Net"],
+    ["my model.py:Net", "expect=window:4"],
+    ["model=runs/own", "trust=true"],
+    ["m.py:Net", "expect=causal", "call=mine.py:f"],
+    ["m.py:Net", "device=cuda:1"],
+)
 
 
 @pytest.mark.parametrize("words", WORDS)
 def test_the_command_that_repeats_a_finding_has_every_word_that_changes_the_check(words, monkeypatch):
     given = {}
     monkeypatch.setattr("minitx.check.language_models.check_model", lambda model, **options: given.update(options))
-    check._model_report(None, compose_program(check.CheckConfig, [word if "=" in word else f"target={word}" for word in words]))
+    config = compose_program(check.CheckConfig, [word if "=" in word else f"target={word}" for word in words])
+    check._model_report(None, config, None)
     assert shlex.split(given["repeat"]) == ["minitx-check", *words]
 
 
