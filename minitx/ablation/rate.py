@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
-
-from matplotlib import colormaps
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from minitx.ablation.execution import duration
 from minitx.ablation.formatting import Text, number, say, seeds_text, span_text
@@ -16,6 +13,9 @@ from minitx.ablation.intervals import Span
 from minitx.ablation.judge import Findings
 from minitx.ablation.report import Picture, Section, Table
 from minitx.canvas import label, panels
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 STUDY = "rate"
 
@@ -98,6 +98,8 @@ def _searches(findings: Findings) -> list[Run]:
 
 def _curves(searches: Iterable[Run], window: int) -> Figure:
     """Draw a line for each run. Small rates are dark, large rates are light."""
+    from matplotlib import colormaps
+
     runs = sorted((run for search in searches for run in search.result["runs"]), key=lambda run: run["rate"])
     rates = sorted({run["rate"] for run in runs})
     chart, axes = panels(1, 1, width=7.6, height=3.6)
