@@ -1,0 +1,200 @@
+"""How many mistakes in ports ``minitx.check.twin`` names: python tests/tools/twin_rates.py [--only WORDS] [--pairs 24]"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from minitx.check.results import Finding, Report
+from minitx.check.twin import twin
+from tests.interop.families import KINDS
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """An edit of a port, the id that names it, and the first module that differs (either of several)."""
+
+    family: str
+    name: str
+    id: str
+    first: str
+    old: str
+    new: str
+
+
+SDPA = "y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen"
+MISTAKES = [
+    Mistake("gpt2", "positions begin at 2", "position-offset", "pos", "torch.arange(ids.shape[1], device=ids.device)", "torch.arange(2, ids.shape[1] + 2)"),
+    Mistake("gpt2", "k before q", "split-order", "blocks.0.attn", "q, k, v = self.c_attn", "k, q, v = self.c_attn"),
+    Mistake("gpt2", "q, k, v within each head", "split-order", "blocks.0.attn", "= self.c_attn(x).split(E, dim=2)", "= (t.flatten(2) for t in self.c_attn(x).view(B, L, self.heads, 3, -1).unbind(3))"),
+    Mistake("gpt2", "no scale", "scale", "blocks.0.attn", SDPA, SDPA + ", scale=1.0"),
+    Mistake("gpt2", "scale by the width", "scale", "blocks.0.attn", SDPA, SDPA + ", scale=E**-0.5"),
+    Mistake("gpt2", "exact gelu", "activation", "blocks.0", ', approximate="tanh"', ""),
+    Mistake("gpt2", "eps 1e-12", "norm-eps", "blocks.0.ln_1", "nn.LayerNorm(width), nn.LayerNorm(width)", "(nn.LayerNorm(width, eps=1e-12) for _ in range(2))"),
+    Mistake("gpt2", "no last norm", "norm-missing", "|head", "self.head(self.ln_f(x))", "self.head(x)"),
+    Mistake("gpt2", "no positions", "multiplier", "|blocks.0", " + self.pos(torch.arange(ids.shape[1], device=ids.device))", ""),
+    Mistake("gpt2", "sees the next token", "visible", "blocks.0.attn", ".tril()", ".tril(1)"),
+    Mistake("gpt2", "not causal", "visible", "blocks.0.attn", ".tril()", ""),
+    Mistake("gpt2", "heads merged without transpose", "head-merge", "blocks.0.attn", "y.transpose(1, 2).reshape", "y.reshape"),
+    Mistake("gpt2", "heads split without transpose", "head-merge", "blocks.0.attn", "t.view(B, L, self.heads, E // self.heads).transpose(1, 2)", "t.reshape(B, self.heads, L, E // self.heads)"),
+    Mistake("gpt2", "mask inverted", "mask-polarity", "", "mask.bool()", "~mask.bool()"),
+    Mistake("gpt2", "mask ignored", "mask-ignored", "", "x = block(x, mask)", "x = block(x, None)"),
+    Mistake("gpt2", "the second norm twice", "swapped-weights", "blocks.0.ln_2", "self.attn(self.ln_1(x), mask)", "self.attn(self.ln_2(x), mask)"),
+    Mistake("llama", "rotary pairs", "rotary", "layers.0.attn", "a, b = x.chunk(2, -1)\n    return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)", "a, b = x[..., ::2], x[..., 1::2]\n    return torch.stack((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1).flatten(-2)"),
+    Mistake("llama", "theta 500000", "rotary", "layers.0.attn", 'c.rope_parameters["rope_theta"]', "500000.0"),
+    Mistake("llama", "gate and up", "gate-order", "layers.0", "F.silu(self.w1(h)) * self.w3(h)", "F.silu(self.w3(h)) * self.w1(h)"),
+    Mistake("llama", "heads tiled", "head-order", "layers.0.attn", "t.repeat_interleave(self.heads // self.groups, dim=1)", "t.repeat(1, self.heads // self.groups, 1, 1)"),
+    Mistake("llama", "eps 1e-5", "norm-eps", "layers.0.attn_norm", "torch.ones(width)), eps", "torch.ones(width)), 1e-5"),
+    Mistake("llama", "half of each head rotated", "rotary", "layers.0.attn", "q, k = rotate(q, self.theta), rotate(k, self.theta)", "q, k = (torch.cat((rotate(t[..., : self.dim // 2], self.theta), t[..., self.dim // 2 :]), -1) for t in (q, k))"),
+    Mistake("llama", "positions halved", "rotary", "layers.0.attn", "torch.arange(L, device=x.device)[:, None] * freqs", "torch.arange(L)[:, None] / 2 * freqs"),
+    Mistake("llama", "keys not rotated", "rotary", "layers.0.attn", ", rotate(k, self.theta)", ", k"),
+    Mistake("llama", "keys rotated backwards", "rotary", "layers.0.attn", "rotate(k, self.theta)", "rotate(k.flip(-1), self.theta).flip(-1)"),
+    Mistake("llama", "LayerNorm", "norm-kind", "layers.0.attn_norm", "return self.weight", "x = x - x.mean(-1, keepdim=True)\n        return self.weight"),
+    Mistake("llama", "1 + weight", "norm-weight", "layers.0.attn_norm", "self.weight * x", "(1 + self.weight) * x"),
+    Mistake("llama", "head tied", "tying", "", "return self.head(self.norm(x))", "return F.linear(self.norm(x), self.tok.weight)"),
+    Mistake("llama", "gelu", "activation", "layers.0", "F.silu(", "F.gelu("),
+    Mistake("llama", "mask inverted", "mask-polarity", "", "(mask == 0)", "(mask != 0)"),
+    Mistake("llama", "sqrt of the width", "scale", "layers.0.attn", "math.sqrt(self.dim)", "math.sqrt(E)"),
+    Mistake("llama", "values and keys swapped", "swapped-weights", "layers.0.attn", "self.wq(x), self.wk(x), self.wv(x)", "self.wq(x), self.wv(x), self.wk(x)"),
+    Mistake("llama", "attention without residual", "multiplier", "layers.0", "x = x + self.attn(self", "x = self.attn(self"),
+    Mistake("gemma2", "window of one more", "visible", "blocks.0.attn", "distance < self.window", "distance <= self.window"),
+    Mistake("gemma2", "windows in the other layers", "visible", "blocks.0.attn", "number % 2 == 0", "number % 2 == 1"),
+    Mistake("gemma2", "no soft-cap of scores", "soft-cap", "blocks.0.attn", "        scores = torch.tanh(scores / c.attn_logit_softcapping) * c.attn_logit_softcapping\n", ""),
+    Mistake("gemma2", "soft-cap 30", "soft-cap", "blocks.0.attn", "torch.tanh(scores / c.attn_logit_softcapping) * c.attn_logit_softcapping", "torch.tanh(scores / 30) * 30"),
+    Mistake("gemma2", "no last soft-cap", "soft-cap", "", "torch.tanh(logits / self.config.final_logit_softcapping) * self.config.final_logit_softcapping", "logits"),
+    Mistake("gemma2", "embedding not scaled", "multiplier", "", " * self.config.hidden_size**0.5", ""),
+    Mistake("gemma2", "weight, not 1 + weight", "norm-weight", "blocks.0.norms.0", "(1 + self.scale)", "self.scale"),
+    Mistake("gemma2", "scale by the head", "scale", "blocks.0.attn", "c.query_pre_attn_scalar**-0.5", "c.head_dim**-0.5"),
+    Mistake("gemma2", "no norm after attention", "norm-missing", "blocks.0", "self.norms[1](self.attn(self.norms[0](x)))", "self.attn(self.norms[0](x))"),
+    Mistake("gemma2", "exact gelu", "activation", "blocks.0", ', approximate="tanh"', ""),
+    Mistake("gemma2", "windows everywhere", "visible", "blocks.1.attn", "number % 2 == 0", "True"),
+    Mistake("gemma2", "norms 2 and 3 swapped", "swapped-weights", "blocks.0.norms", "h = self.norms[2](x)\n        h = self.down(F.gelu(self.gate(h), approximate=\"tanh\") * self.up(h))\n        return x + self.norms[3](h)", "h = self.norms[3](x)\n        h = self.down(F.gelu(self.gate(h), approximate=\"tanh\") * self.up(h))\n        return x + self.norms[2](h)"),
+    Mistake("gemma2", "theta 1000000", "rotary", "blocks.0.attn", "rope(q, 10000.0), rope(k, 10000.0)", "rope(q, 1e6), rope(k, 1e6)"),
+    Mistake("qwen3", "no norm of queries and keys", "norm-missing", "layers.0.self_attn", "        q, k = self.q_norm(q), self.k_norm(k)\n", ""),
+    Mistake("qwen3", "norm after rotation", "norm-order", "layers.0.self_attn", "q, k = self.q_norm(q), self.k_norm(k)\n        q, k = rope(q, angles), rope(k, angles)", "q, k = rope(q, angles), rope(k, angles)\n        q, k = self.q_norm(q), self.k_norm(k)"),
+    Mistake("qwen3", "norm before the split into heads", "norm-heads", "layers.0.self_attn", "q, k = self.q_norm(q), self.k_norm(k)", "q, k = (t * torch.rsqrt(t.square().mean((-2, -1), keepdim=True) + n.eps) * n.weight for t, n in ((q, self.q_norm), (k, self.k_norm)))"),
+    Mistake("qwen3", "norms of queries and keys swapped", "swapped-weights", "layers.0.self_attn", "self.q_norm(q), self.k_norm(k)", "self.k_norm(q), self.q_norm(k)"),
+    Mistake("qwen3", "theta 123456", "rotary", "layers.0.self_attn", "theta = self.config.head_dim, self.config.rope_parameters[\"rope_theta\"]", "theta = self.config.head_dim, 123456.0"),
+    Mistake("qwen3", "heads tiled", "head-order", "layers.0.self_attn", "is_causal=True, enable_gqa=True", "is_causal=True"),
+    Mistake("qwen3", "eps 1e-3 in the norms of heads", "norm-eps", "layers.0.self_attn.q_norm", "nn.RMSNorm(c.head_dim, eps=c.rms_norm_eps)", "nn.RMSNorm(c.head_dim, eps=1e-3)"),
+    Mistake("qwen3", "rotary pairs", "rotary", "layers.0.self_attn", "    a, b = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]\n", "    a, b = x[..., ::2], x[..., 1::2]\n"),
+    Mistake("gpt_neox", "fused in three parts", "split-order", "blocks.0", "view(B, L, self.heads, 3, self.dim).unbind(3)", "view(B, L, 3, self.heads, self.dim).unbind(2)"),
+    Mistake("gpt_neox", "whole heads rotated", "rotary", "blocks.0", 'int(self.dim * c.rope_parameters["partial_rotary_factor"])', "self.dim"),
+    Mistake("gpt_neox", "sequential residual", "residual-order", "blocks.0", "        return x + attended + self.down(F.gelu(self.up(self.ln2(x))))", "        x = x + attended\n        return x + self.down(F.gelu(self.up(self.ln2(x))))"),
+    Mistake("gpt_neox", "rotary pairs", "rotary", "blocks.0", "a, b, rest = x[..., : dims // 2], x[..., dims // 2 : dims], x[..., dims:]\n    return torch.cat((a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos(), rest), -1)", "a, b, rest = x[..., :dims:2], x[..., 1:dims:2], x[..., dims:]\n    return torch.cat((torch.stack((a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()), -1).flatten(-2), rest), -1)"),
+    Mistake("gpt_neox", "frequencies of the whole head", "rotary", "blocks.0", "(torch.arange(0, dims, 2, device=x.device) / dims)", "(torch.arange(0, dims, 2, device=x.device) / x.shape[-1])"),
+    Mistake("gpt_neox", "gelu by tanh", "activation", "blocks.0", "self.up(self.ln2(x))", 'self.up(self.ln2(x)), approximate="tanh"'),
+    Mistake("gpt_neox", "no bias after attention", "bias-missing", "blocks.0", "return self.out(", "return F.linear(weight=self.out.weight, input="),
+    Mistake("gpt_neox", "one norm for both", "swapped-weights", "blocks.0", "self.up(self.ln2(x))", "self.up(self.ln1(x))"),
+    Mistake("gpt_neox", "scale 1/d", "scale", "blocks.0", "self.dim**-0.5", "self.dim**-1.0"),
+    Mistake("phi3", "window of one more", "visible", "layers.0.self_attn", "i - j < (", "i - j <= ("),
+    Mistake("phi3", "up before gate", "gate-order", "layers.0", "gate, up = self", "up, gate = self"),
+    Mistake("phi3", "v before k", "split-order", "layers.0.self_attn", "q, k, v = self.qkv_proj", "q, v, k = self.qkv_proj"),
+    Mistake("phi3", "no window", "visible", "layers.0.self_attn", "seen = (j <= i) & (i - j < (self.config.sliding_window or L))", "seen = j <= i"),
+    Mistake("phi3", "theta 20000", "rotary", "layers.0.self_attn", "10000.0", "20000.0"),
+    Mistake("phi3", "residual divided by √2", "multiplier", "layers.0", "x = x + self.self_attn(self.norm1(x), *rest)", "x = x + self.self_attn(self.norm1(x), *rest) / 2**0.5"),
+    Mistake("phi3", "logits divided by 2", "multiplier", "", "return self.lm_head(self.norm(x))", "return self.lm_head(self.norm(x)) / 2"),
+    Mistake("phi3", "gate and up interleaved", "gate-order", "layers.0", "self.gate_up_proj(self.norm2(x)).chunk(2, dim=-1)", "self.gate_up_proj(self.norm2(x)).unflatten(-1, (-1, 2)).unbind(-1)"),
+    Mistake("phi3", "heads tiled", "head-order", "layers.0.self_attn", "t[:, :, None].expand(-1, -1, self.heads // self.groups, -1, -1)", "t[:, None].expand(-1, self.heads // self.groups, -1, -1, -1)"),
+    Mistake("phi3", "rotated backwards", "rotary", "layers.0.self_attn", "torch.cat((-b, a), dim=-1)", "torch.cat((b, -a), dim=-1)"),
+]  # fmt: skip
+
+PORTS = Path(__file__).parent / "ports"
+FAMILIES = {"gpt2": "GPT2", "llama": "Llama", "gemma2": "Gemma2", "qwen3": "Qwen3", "gpt_neox": "GPTNeoX", "phi3": "Phi3"}
+CHANGED = {"Gemma2": {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 10.0}, "GPTNeoX": {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5, "rope_type": "default"}}, "Phi3": {"sliding_window": 5}}  # fmt: skip
+
+
+def reference(family: str) -> Any:
+    """A small model of transformers with large matrices."""
+    name = FAMILIES[family]
+    cls = getattr(transformers, "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")
+    torch.manual_seed(0)
+    model = cls(cls.config_class(**{**KINDS["ForCausalLM"][name], **CHANGED.get(name, {})})).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(3)
+    return model
+
+
+def port(family: str, mistakes: Sequence[Mistake] = ()) -> dict[str, Any]:
+    """The port of a family with mistakes in its source."""
+    source = (PORTS / f"{family}.py").read_text()
+    for mistake in mistakes:
+        assert source.count(mistake.old) == 1, mistake.name
+        source = source.replace(mistake.old, mistake.new)
+    space: dict[str, Any] = {}
+    exec(compile(source, f"{family}.py", "exec"), space)
+    return space
+
+
+def report(family: str, mistakes: Sequence[Mistake] = ()) -> Report:
+    model = reference(family)
+    space = port(family, mistakes)
+    return twin(space["Port"](model.config), model, weights=space["weights"])
+
+
+def first_of(finding: Finding) -> str:
+    """The first module of a finding ("": the model itself)."""
+    word = finding.witness.partition("first module: ")[2].partition(" ")[0].strip(",;")
+    return "" if word == "Port" else word
+
+
+def is_named(mistake: Mistake, finding: Finding, with_module: bool = True) -> bool:
+    first = first_of(finding)
+    is_first = any(first == path or (path and first.startswith(path + ".")) for path in mistake.first.split("|"))
+    return finding.id.startswith(mistake.id) and (is_first or not with_module)
+
+
+def held_out() -> set[int]:
+    """A third of the mistakes, on which the catalogue was not tuned."""
+    return set(random.Random(0).sample(range(len(MISTAKES)), len(MISTAKES) // 3))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default="")
+    parser.add_argument("--held", action="store_true")
+    parser.add_argument("--tuned", action="store_true")
+    parser.add_argument("--verbose", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    hits = Counter()
+    for number, mistake in enumerate(MISTAKES):
+        kind = "held out" if number in held_out() else "tuned"
+        if options.only not in f"{mistake.family} {mistake.name}" or (options.held and kind == "tuned") or (options.tuned and kind != "tuned"):
+            continue
+        start = time.perf_counter()
+        try:
+            found = report(mistake.family, [mistake])
+        except Exception:
+            if not options.verbose:
+                lines = traceback.format_exc().splitlines()
+                print("RAISED", mistake.family, mistake.name, lines[-1], [l for l in lines if "minitx" in l][-2:])
+                hits[kind, "tried"] += 1
+                continue
+            raise
+        is_right = len(found.findings) == 1 and is_named(mistake, found.findings[0])
+        hits[kind, "tried"] += 1
+        hits[kind, "named"] += is_right
+        print("ok " if is_right else "NO ", kind, mistake.family, mistake.name, [(f.id, first_of(f)) for f in found.findings], f"{time.perf_counter() - start:.1f}s")
+        if options.verbose:
+            print(found)
+    print(dict(hits))
+
+
+if __name__ == "__main__":
+    main()
