@@ -25,7 +25,7 @@ from tests.interop.families import KINDS
 
 @dataclass(frozen=True)
 class Mistake:
-    """An edit of a port, the id that names it, and the first module that differs (either of several)."""
+    """An edit of a port, the id that names it, and the first module that differs (a|b: either, nothing: the model)."""
 
     family: str
     name: str
@@ -37,7 +37,7 @@ class Mistake:
 
 SDPA = "y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen"
 MISTAKES = [
-    Mistake("gpt2", "positions begin at 2", "position-offset", "pos", "torch.arange(ids.shape[1], device=ids.device)", "torch.arange(2, ids.shape[1] + 2)"),
+    Mistake("gpt2", "positions begin at 2", "position-offset", "|pos", "torch.arange(ids.shape[1], device=ids.device)", "torch.arange(2, ids.shape[1] + 2)"),
     Mistake("gpt2", "k before q", "split-order", "blocks.0.attn", "q, k, v = self.c_attn", "k, q, v = self.c_attn"),
     Mistake("gpt2", "q, k, v within each head", "split-order", "blocks.0.attn", "= self.c_attn(x).split(E, dim=2)", "= (t.flatten(2) for t in self.c_attn(x).view(B, L, self.heads, 3, -1).unbind(3))"),
     Mistake("gpt2", "no scale", "scale", "blocks.0.attn", SDPA, SDPA + ", scale=1.0"),
@@ -55,7 +55,7 @@ MISTAKES = [
     Mistake("gpt2", "the second norm twice", "swapped-weights", "blocks.0.ln_2", "self.attn(self.ln_1(x), mask)", "self.attn(self.ln_2(x), mask)"),
     Mistake("llama", "rotary pairs", "rotary", "layers.0.attn", "a, b = x.chunk(2, -1)\n    return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)", "a, b = x[..., ::2], x[..., 1::2]\n    return torch.stack((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1).flatten(-2)"),
     Mistake("llama", "theta 500000", "rotary", "layers.0.attn", 'c.rope_parameters["rope_theta"]', "500000.0"),
-    Mistake("llama", "gate and up", "gate-order", "layers.0", "F.silu(self.w1(h)) * self.w3(h)", "F.silu(self.w3(h)) * self.w1(h)"),
+    Mistake("llama", "gate and up", "gate-order|swapped-weights", "layers.0", "F.silu(self.w1(h)) * self.w3(h)", "F.silu(self.w3(h)) * self.w1(h)"),
     Mistake("llama", "heads tiled", "head-order", "layers.0.attn", "t.repeat_interleave(self.heads // self.groups, dim=1)", "t.repeat(1, self.heads // self.groups, 1, 1)"),
     Mistake("llama", "eps 1e-5", "norm-eps", "layers.0.attn_norm", "torch.ones(width)), eps", "torch.ones(width)), 1e-5"),
     Mistake("llama", "half of each head rotated", "rotary", "layers.0.attn", "q, k = rotate(q, self.theta), rotate(k, self.theta)", "q, k = (torch.cat((rotate(t[..., : self.dim // 2], self.theta), t[..., self.dim // 2 :]), -1) for t in (q, k))"),
@@ -68,14 +68,14 @@ MISTAKES = [
     Mistake("llama", "gelu", "activation", "layers.0", "F.silu(", "F.gelu("),
     Mistake("llama", "mask inverted", "mask-polarity", "", "(mask == 0)", "(mask != 0)"),
     Mistake("llama", "sqrt of the width", "scale", "layers.0.attn", "math.sqrt(self.dim)", "math.sqrt(E)"),
-    Mistake("llama", "values and keys swapped", "swapped-weights", "layers.0.attn", "self.wq(x), self.wk(x), self.wv(x)", "self.wq(x), self.wv(x), self.wk(x)"),
+    Mistake("llama", "values and keys swapped", "split-order|swapped-weights", "layers.0.attn", "self.wq(x), self.wk(x), self.wv(x)", "self.wq(x), self.wv(x), self.wk(x)"),
     Mistake("llama", "attention without residual", "multiplier", "layers.0", "x = x + self.attn(self", "x = self.attn(self"),
     Mistake("gemma2", "window of one more", "visible", "blocks.0.attn", "distance < self.window", "distance <= self.window"),
     Mistake("gemma2", "windows in the other layers", "visible", "blocks.0.attn", "number % 2 == 0", "number % 2 == 1"),
     Mistake("gemma2", "no soft-cap of scores", "soft-cap", "blocks.0.attn", "        scores = torch.tanh(scores / c.attn_logit_softcapping) * c.attn_logit_softcapping\n", ""),
     Mistake("gemma2", "soft-cap 30", "soft-cap", "blocks.0.attn", "torch.tanh(scores / c.attn_logit_softcapping) * c.attn_logit_softcapping", "torch.tanh(scores / 30) * 30"),
     Mistake("gemma2", "no last soft-cap", "soft-cap", "", "torch.tanh(logits / self.config.final_logit_softcapping) * self.config.final_logit_softcapping", "logits"),
-    Mistake("gemma2", "embedding not scaled", "multiplier", "", " * self.config.hidden_size**0.5", ""),
+    Mistake("gemma2", "embedding not scaled", "multiplier", "|blocks.0", " * self.config.hidden_size**0.5", ""),
     Mistake("gemma2", "weight, not 1 + weight", "norm-weight", "blocks.0.norms.0", "(1 + self.scale)", "self.scale"),
     Mistake("gemma2", "scale by the head", "scale", "blocks.0.attn", "c.query_pre_attn_scalar**-0.5", "c.head_dim**-0.5"),
     Mistake("gemma2", "no norm after attention", "norm-missing", "blocks.0", "self.norms[1](self.attn(self.norms[0](x)))", "self.attn(self.norms[0](x))"),
@@ -88,7 +88,7 @@ MISTAKES = [
     Mistake("qwen3", "norm before the split into heads", "norm-heads", "layers.0.self_attn", "q, k = self.q_norm(q), self.k_norm(k)", "q, k = (t * torch.rsqrt(t.square().mean((-2, -1), keepdim=True) + n.eps) * n.weight for t, n in ((q, self.q_norm), (k, self.k_norm)))"),
     Mistake("qwen3", "norms of queries and keys swapped", "swapped-weights", "layers.0.self_attn", "self.q_norm(q), self.k_norm(k)", "self.k_norm(q), self.q_norm(k)"),
     Mistake("qwen3", "theta 123456", "rotary", "layers.0.self_attn", "theta = self.config.head_dim, self.config.rope_parameters[\"rope_theta\"]", "theta = self.config.head_dim, 123456.0"),
-    Mistake("qwen3", "heads tiled", "head-order", "layers.0.self_attn", "is_causal=True, enable_gqa=True", "is_causal=True"),
+    Mistake("qwen3", "heads tiled", "head-order", "layers.0.self_attn", "y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)", "k, v = (t.repeat(1, q.shape[1] // k.shape[1], 1, 1) for t in (k, v))\n        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)"),
     Mistake("qwen3", "eps 1e-3 in the norms of heads", "norm-eps", "layers.0.self_attn.q_norm", "nn.RMSNorm(c.head_dim, eps=c.rms_norm_eps)", "nn.RMSNorm(c.head_dim, eps=1e-3)"),
     Mistake("qwen3", "rotary pairs", "rotary", "layers.0.self_attn", "    a, b = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]\n", "    a, b = x[..., ::2], x[..., 1::2]\n"),
     Mistake("gpt_neox", "fused in three parts", "split-order", "blocks.0", "view(B, L, self.heads, 3, self.dim).unbind(3)", "view(B, L, 3, self.heads, self.dim).unbind(2)"),
@@ -156,7 +156,7 @@ def first_of(finding: Finding) -> str:
 def is_named(mistake: Mistake, finding: Finding, with_module: bool = True) -> bool:
     first = first_of(finding)
     is_first = any(first == path or (path and first.startswith(path + ".")) for path in mistake.first.split("|"))
-    return finding.id.startswith(mistake.id) and (is_first or not with_module)
+    return finding.id.startswith(tuple(mistake.id.split("|"))) and (is_first or not with_module)
 
 
 def held_out() -> set[int]:
