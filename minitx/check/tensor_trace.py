@@ -33,7 +33,7 @@ class Change:
     Attributes:
         outputs: functions of (arguments, output) that return another output, by module or by the key of a step; "": of the model.
         inputs: functions of the positional arguments that return others, by module.
-        tensors: other values, by parameter.
+        tensors: other values, by parameter. attributes: other values, by module and name.
         attention: functions of (site, tensor) that return another query, key, value, scores or merged.
     """
 
@@ -42,6 +42,7 @@ class Change:
     outputs: Mapping[Any, Function] = field(default_factory=dict)
     inputs: Mapping[nn.Module, Function] = field(default_factory=dict)
     tensors: Mapping[Tensor, Tensor] = field(default_factory=dict)
+    attributes: Mapping[tuple[nn.Module, str], Any] = field(default_factory=dict)
     attention: Mapping[str, Function] = field(default_factory=dict)
 
 
@@ -105,7 +106,7 @@ class Site:
         """Return the scores before keys are hidden and capped, and the cap."""
         for name, argument, result in self.chain:
             if name == "tanh":
-                cap = float((self.unmasked / result).median())
+                cap = float((self.unmasked / result).nanmedian())
                 return argument * cap, cap
         return self.unmasked, torch.inf
 
@@ -145,7 +146,7 @@ class Trace(TorchFunctionMode):
         super().__init__()
         self.B, self.L = ids.shape
         self.changes, self.steps, self.sites = changes, list[Step](), list[Site]()
-        self._paths, self._counts = [""], [0]
+        self._paths, self._counts, self._is_recording = [""], [0], False
         generator = torch.Generator().manual_seed(0)
         self._sums = torch.randn(3, ids.numel(), generator=generator, dtype=torch.float64).to(ids.device)
         with ExitStack() as stack:
@@ -153,6 +154,9 @@ class Trace(TorchFunctionMode):
                 for parameter, value in change.tensors.items():
                     stack.callback(parameter.data.copy_, parameter.data.clone())
                     parameter.data.copy_(value)
+                for (module, name), value in change.attributes.items():
+                    stack.callback(setattr, module, name, getattr(module, name))
+                    setattr(module, name, value)
                 for module, function in change.outputs.items():
                     if isinstance(module, nn.Module):
                         stack.enter_context(module.register_forward_hook(_output_hook(function)))
@@ -182,6 +186,8 @@ class Trace(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name, L = kwargs or {}, getattr(func, "__name__", ""), self.L
+        if self._is_recording:
+            return func(*args, **kwargs)
         if name in ("scaled_dot_product_attention", "einsum"):
             with self:  # in products of matrices
                 out = _einsum(*args) if name == "einsum" else _attention(*args, **kwargs)
@@ -230,11 +236,13 @@ class Trace(TorchFunctionMode):
         return tensor.reshape(self.B, -1, *tensor.shape[-2:])
 
     def _record(self, path: str, kind: str, key: str, result: Any, args: tuple) -> None:
+        self._is_recording = True
         for tensor in _tensors(result):
             value = self.flat(tensor)
             if value is not None and value.numel() and not torch.equal(value[0], value[-1]):  # positions and masks are
                 marks = self._sums @ value.flatten(0, 1).double().nan_to_num(0.0, -LOW, LOW).clamp(LOW, -LOW)
                 self.steps.append(Step(path, kind, key, value, marks, args))
+        self._is_recording = False
 
     def flat(self, tensor: Any) -> Tensor | None:
         """Return (B, L, F) for a tensor of tokens in any layout, or None."""

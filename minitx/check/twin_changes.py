@@ -35,6 +35,7 @@ class Pair:
         is_matched: for each step of the port, whether the reference has it. is_shared: the reverse.
         last: the number of the last step of the port that the reference has.
         leaves: the steps in and out of the modules of the reference without children, by path.
+        suspects: the paths of those whose input the port has, but not their output.
     """
 
     def __init__(self, port: Trace, reference: Trace, model: nn.Module) -> None:
@@ -49,6 +50,8 @@ class Pair:
                 inner[step.key] = step
             elif step.kind == "out" and step.path in inner and not list(self.modules[step.path].children()):
                 self.leaves.setdefault(step.path, (inner[step.path], step))
+        shared = {step for step, is_shared in zip(reference.steps, self.is_shared.tolist(), strict=True) if is_shared}
+        self.suspects = {path for path, (one, two) in self.leaves.items() if one in shared and two not in shared}
 
     def alike(self, path: str) -> list[Any]:
         """Return the modules at the same place of all layers."""
@@ -85,6 +88,17 @@ class Rotation:
     def angles(self) -> Tensor:
         """Return the angle between two positions for each pair."""
         return torch.angle(self.table[1] * self.table[0].conj())
+
+    def __str__(self) -> str:
+        f = self.angles
+        if f.abs().max() < CLOSE:
+            return "no rotation"
+        base = float((f[1] / f[0]).abs()) ** -len(f) if len(f) > 1 else 1.0
+        is_plain = torch.allclose(f, f[0] * base ** (-torch.arange(len(f)).to(f) / len(f)), rtol=1e-3)
+        words = f"theta {_number(base)}" if is_plain else f"frequencies {', '.join(map(_number, f[:4].tolist()))}"
+        words += f", angles times {_number(float(f[0]))}" if is_plain and abs(f[0] - 1) > 1e-5 else ""
+        pairs = f"halves (i, i + {len(f)})" if self.is_halves else "pairs (2i, 2i + 1)"
+        return f"rotation of {pairs} in {2 * len(f)} dimensions, {words}"
 
     def complex(self, x: Tensor) -> Tensor:
         x = x[..., : 2 * self.table.shape[1]].double()
@@ -137,46 +151,11 @@ def rotary(pair: Pair) -> Iterator[Change]:
 
         return change
 
-    texts = {name: _rotation_text(*tables[0]) for name, tables in found.items() if tables}
-    if any(text for _, text in texts.values()):
-        id, text = max(texts.values(), key=lambda item: len(item[1]))
-        only = [name for name, item in texts.items() if item[1]]
-        text += f" ({only[0]} only)" if len(only) == 1 else ""
-        yield Change(id, text, attention={name: turn(name) for name in found})
-
-
-def _rotation_text(ours: Rotation, theirs: Rotation) -> tuple[str, str]:
-    """Return the id and the words for the difference of two rotations."""
-    f, g = ours.angles, theirs.angles
-    is_still = [bool(angles.abs().max() < CLOSE) for angles in (f, g)]
-    if is_still[0] != is_still[1]:
-        words = "positions are not rotated" if is_still[1] else "positions are rotated"
-        return "rotary-missing" if is_still[1] else "rotary-added", f"{words}, unlike in the reference"
-    parts: list[tuple[str, str]] = []
-    if ours.is_halves != theirs.is_halves:
-        words = "rotary pairs (2i, 2i + 1), in the reference halves" if ours.is_halves else "rotary halves, in the reference pairs"
-        parts.append(("rotary-form", words))
-    if len(f) != len(g):
-        parts.append(("rotary-dims", f"{2 * len(g)} dimensions of a head are rotated, in the reference {2 * len(f)}"))
-    theta, base = _theta(theirs), _theta(ours)
-    if len(f) == len(g) and _is_close(g * f[0], f * g[0], 1e-5):
-        if abs(factor := float(g[0] / f[0]) - 1) > 1e-5:
-            words = f"angles are {_number(factor + 1)} times those of the reference"
-            parts.append(("rotary-direction" if factor < -1 else "rotary-scaling", words))
-    elif theta and base:
-        if abs(theta / base - 1) > 1e-3:
-            parts.append(("rotary-theta", f"theta is {_number(theta)}, in the reference {_number(base)}"))
-    else:
-        numbers = [", ".join(map(_number, angles[:4].tolist())) for angles in (g, f)]
-        parts.append(("rotary-frequencies", "frequencies are {}, in the reference {}".format(*numbers)))
-    return (parts[0][0], " and ".join(text for _, text in parts)) if parts else ("", "")
-
-
-def _theta(rotation: Rotation) -> float:
-    """Return θ if the angles are θ^(-2i/dims), else 0."""
-    f = rotation.angles
-    theta = float(f[1].abs()) ** -len(f) if len(f) > 1 and f[1] != 0 else 0.0
-    return theta if theta and torch.allclose(f, theta ** (-torch.arange(len(f)).to(f) / len(f)), rtol=1e-3) else 0.0
+    words = {name: [str(rotation) for rotation in tables[0]] for name, tables in found.items() if tables}
+    if differ := [name for name, (ours, theirs) in words.items() if ours != theirs]:
+        ours, theirs = words[differ[0]]
+        text = f"{theirs}; in the reference {ours}" + (f" ({differ[0]} only)" if len(differ) == 1 else "")
+        yield Change("rotary", text, attention={name: turn(name) for name in found})
 
 
 def visible(pair: Pair) -> Iterator[Change]:
@@ -213,7 +192,7 @@ def score_map(pair: Pair) -> Iterator[Change]:
             break
     logits, cap = pair.reference.output, torch.inf
     for step in [step for step in pair.reference.steps[-8:] if step.kind == "tanh"]:
-        cap = float((pair.reference.output / step.value).median())
+        cap = float((pair.reference.output / step.value).nanmedian())
         logits = step.args[0] * cap
     if logits.shape == pair.port.output.shape and (fit := _fit(logits, pair.port.output, cap)):
         yield Change(*_map_text("logits", *fit), outputs={"": lambda args, out: _capped(logits * fit[0], fit[1])})
@@ -231,7 +210,7 @@ def _fit(x: Tensor, y: Tensor, cap: float) -> tuple[float, float, float] | None:
 
     def spread(cap: float) -> tuple[float, float]:
         ratio = (y if cap == torch.inf else cap * torch.atanh((y / cap).clamp(-1, 1))) / x
-        return float((ratio / ratio.median() - 1).abs().nan_to_num(9.0, 9.0).median()), float(ratio.median())
+        return float((ratio / ratio.nanmedian() - 1).abs().nan_to_num(9.0, 9.0).median()), float(ratio.nanmedian())
 
     best, step = torch.inf, 1.1
     if len(x):
@@ -338,7 +317,7 @@ def siblings(pair: Pair) -> Iterator[Change]:
     done: set[tuple[str, str]] = set()
     for a, b in permutations([path for path, found in shapes.items() if found], 2):
         layer, name = re.match(r"\D*\d+\.", a), (pattern(a), pattern(b))
-        if layer and b.startswith(layer[0]) and shapes[a] == shapes[b] and name not in done:
+        if layer and b.startswith(layer[0]) and shapes[a] == shapes[b] and name not in done and {a, b} & pair.suspects:
             done.add(name)
             couples = list(zip(pair.alike(a), pair.alike(b), strict=False))
             given = {p: q.detach().clone() for one, two in couples for p, q in zip(one.parameters(), two.parameters(), strict=True)}
@@ -348,95 +327,57 @@ def siblings(pair: Pair) -> Iterator[Change]:
             yield Change("swapped-weights", f"{b} takes the place of {a}", tensors=given)
 
 
-@dataclass(frozen=True)
-class Norm:
-    """(x - m) / √(mean of squares + eps) · (weight + offset) + bias, over ``size`` features; the mean m if ``is_centred``."""
-
-    size: int
-    is_centred: bool
-    offset: float
-    eps: float
-
-    def mean(self, x: Tensor, L: int) -> Tensor:
-        if self.size < x.shape[-1]:
-            return x.unflatten(-1, (-1, self.size)).mean(-1).repeat_interleave(self.size, -1)
-        heads = [axis for axis in range(1, x.dim() - 1) if x.shape[axis] != L] if self.size > x.shape[-1] else []
-        return x.mean((*heads, -1), keepdim=True)
-
-    def scaled(self, x: Tensor, L: int) -> Tensor:
-        x = x - self.mean(x, L) if self.is_centred else x
-        return x * torch.rsqrt(self.mean(x.square(), L) + self.eps)
-
-    def affine(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-        parts = [p.repeat(x.shape[-1] // p.numel()) for p in module.parameters()]
-        return parts[0] + self.offset, parts[1] if len(parts) > 1 else torch.zeros_like(parts[0])
-
-    def hook(self, module: nn.Module, L: int) -> Function:
-        def hook(args: tuple, out: Tensor) -> Tensor:
-            weight, bias = self.affine(module, args[0])
-            return self.scaled(args[0], L) * weight + bias
-
-        return hook
-
-    @staticmethod
-    def between(module: nn.Module, x: Tensor, after: Tensor, sizes: set[int]) -> Norm | None:
-        """Return the norm from one tensor (B, L, F) to another, or None."""
-        for size, is_centred, offset in product(sorted(sizes), (False, True), (0.0, 1.0, -1.0)):
-            norm, L = Norm(size, is_centred, offset, 0.0), x.shape[1]
-            weight, bias = norm.affine(module, x)
-            centred, y = x - norm.mean(x, L) if is_centred else x, (after - bias) / weight
-            square = norm.mean(centred.square(), L)
-            ratio = norm.mean(centred * y, L) / square
-            eps = ratio.pow(-2) - square
-            if _is_close(centred * ratio, y) and (eps - eps.median()).abs().max() <= 1e-5 * square.max():
-                return Norm(size, is_centred, offset, float(eps.expand_as(square).flatten()[square.argmin()]))
-        return None
-
-    def text(self, ours: Norm) -> tuple[str, str]:
-        if self.is_centred != ours.is_centred:
-            return "norm-kind", f"the mean is {'' if self.is_centred else 'not '}subtracted in the norm, unlike in the reference"
-        if self.offset != ours.offset:
-            words = {0.0: "weight", 1.0: "1 + weight", -1.0: "weight - 1"}
-            return "norm-weight", f"the norm multiplies by {words[self.offset]}, in the reference by {words[ours.offset]}"
-        if self.size != ours.size:
-            return "norm-heads", f"the norm is over {self.size} features, in the reference over {ours.size}"
-        is_same = abs(self.eps - ours.eps) < 0.05 * max(abs(self.eps), abs(ours.eps))
-        return ("", "") if is_same else ("norm-eps", f"eps is {self.eps:.1g}, in the reference {ours.eps:.1g}")
-
-
 def norms(pair: Pair) -> Iterator[Change]:
     """Another norm, or none."""
-    found: dict[str, Norm] = {}
     done: set[Any] = set()
-    widths, L = {site.query.shape[-1] for site in pair.reference.sites}, pair.reference.L
+    found: dict[str, list[str]] = {}
     for path, (inner, outer) in pair.leaves.items():
-        module, x = pair.modules[path], inner.value
-        shapes = {p.shape for p in module.parameters()}
-        if x.shape != outer.value.shape or len(shapes) != 1 or len(shape := shapes.pop()) != 1:
-            continue
-        sizes = {size for size in {*widths, *shape, x.shape[-1]} if x.shape[-1] % size == 0}
-        if (ours := Norm.between(module, x, outer.value, sizes)) is None:
-            continue
-        found[path] = ours
-        kin = [m for n, m in pair.modules.items() if type(m) is type(module) and {p.shape for p in m.parameters()} == {shape}]
-        scopes = [kin, [m for m in kin if any(m in pair.alike(n) for n in pair.leaves if "*" in pattern(n))], pair.alike(path)]
-        for tensor in pair.near(x.shape[-1]):
-            theirs = Norm.between(module, x, tensor, sizes)
-            if theirs is not None and (words := theirs.text(ours))[0] and (pattern(path), words) not in done:
-                done.add((pattern(path), words))
-                yield from (Change(*words, outputs={m: theirs.hook(m, L) for m in scope}) for scope in scopes)
-    for path in found:
-        parent = path.rpartition(".")[0]
-        both = [n for n in found if n.rpartition(".")[0] == parent and pair.leaves[n][1].value.shape[-1] != 0]
-        for group in [[path], *([both] if len(both) == 2 else [])]:
-            if (name := tuple(map(pattern, group))) not in done:
+        shapes = {p.shape for p in pair.modules[path].parameters()}
+        if inner.value.shape == outer.value.shape and len(shapes) == 1 and len(next(iter(shapes))) == 1:
+            found.setdefault(path.rpartition(".")[0], []).append(path)
+    for path in [path for paths in found.values() for path in paths if path in pair.suspects]:
+        module = pair.modules[path]
+        kin = [m for n, m in pair.modules.items() if type(m) is type(module) and n in pair.leaves and m.weight.shape == module.weight.shape]
+        layers = [m for n, m in pair.modules.items() if m in kin and "*" in pattern(n)]
+        for scope in (kin, layers, pair.alike(path)):
+            if scope and (key := frozenset(scope)) not in done:
+                done.add(key)
+                yield from _other_norms(pair, scope, pair.leaves[path][0].value.shape[-1])
+    for parent, paths in found.items():
+        for group in [*([path] for path in paths), *([paths] if len(paths) == 2 else [])]:
+            if (name := tuple(map(pattern, group))) not in done and pair.suspects & {*group}:
                 done.add(name)
-                hooks = {m: lambda args, out: args[0] for n in group for m in pair.alike(n)}
+                hooks = {m: lambda args, out: args[0] for path in group for m in pair.alike(path)}
                 yield Change("norm-missing", f"{' and '.join(group)}: missing", outputs=hooks)
-                site = next((site for site in pair.reference.sites if site.path == parent), None)
-                if len(group) == 2 and site is not None:
-                    late = {n: (lambda s, x, ms=pair.alike(p): ms[s.number].forward(x)) for n, p in zip(("query", "key"), group, strict=True)}
+                if len(group) == 2 and any(site.path == parent for site in pair.reference.sites):
+                    late = {n: (lambda s, x, ms=pair.alike(p): ms[s.number](x)) for n, p in zip(("query", "key"), group, strict=True)}
                     yield Change("norm-order", f"{' and '.join(group)}: after the rotation", outputs=hooks, attention=late)
+
+
+def _other_norms(pair: Pair, scope: list[Any], features: int) -> Iterator[Change]:
+    for offset, text in ((1, "1 + weight, in the reference by weight"), (-1, "weight, in the reference by 1 + weight")):
+        weights = {module.weight: module.weight.detach() + offset for module in scope}
+        yield Change("norm-weight", f"the norm multiplies by {text}", tensors=weights)
+    centred: dict[nn.Module, Function] = {m: lambda args: (args[0] - args[0].mean(-1, keepdim=True), *args[1:]) for m in scope}
+    yield Change("norm-kind", "the norm subtracts the mean, unlike in the reference", inputs=centred)
+    names = [name for name, value in vars(scope[0]).items() if isinstance(value, float) and 0 <= value < 0.01]
+    eps = getattr(scope[0], names[0]) if names else 0.0
+    for other in [10.0**-n for n in range(2, 13)] if names else []:
+        if other != eps:
+            yield Change("norm-eps", f"eps is {other:.0e}, in the reference {eps:.0e}", attributes={(m, names[0]): other for m in scope})
+    for site in pair.reference.sites[:1]:
+        D, L = site.query.shape[-1], pair.reference.L
+
+        def hook(args: tuple, out: Tensor) -> Tensor:
+            square = args[0].square()
+            heads = [axis for axis in range(1, square.dim() - 1) if square.shape[axis] != L]
+            by_head = square.unflatten(-1, (-1, D)).mean(-1).repeat_interleave(D, -1)
+            other = square.mean((*heads, -1), keepdim=True) if heads else by_head
+            return out * ((square.mean(-1, keepdim=True) + eps) / (other + eps)).sqrt()
+
+        if scope[0].weight.numel() == D < features or scope[0].weight.numel() == features > D:
+            words = ["all heads", "each head"] if scope[0].weight.numel() == D else ["each head", "all heads"]
+            yield Change("norm-heads", "the norm is over {}, in the reference over {}".format(*words), outputs={m: hook for m in scope})
 
 
 def activations(pair: Pair) -> Iterator[Change]:
@@ -445,7 +386,7 @@ def activations(pair: Pair) -> Iterator[Change]:
     for step in pair.reference.steps:
         is_module = step.path in pair.leaves and step.kind == "out" and not list(pair.modules[step.path].parameters())
         x = pair.reference.flat(step.args[0]) if step.args and (is_module or step.kind in ("gelu", "silu", "relu")) else None
-        if x is None or step.key in done or x.shape != step.value.shape or _is_close(x, step.value):
+        if x is None or step.key in done or (is_module and step.path not in pair.suspects) or x.shape != step.value.shape or _is_close(x, step.value):
             continue
         done.add(step.key)
         for name, function in ACTIVATIONS.items():
@@ -516,4 +457,4 @@ def _is_close(x: Tensor, y: Tensor, tolerance: float = CLOSE) -> bool:
 
 def _number(value: float) -> str:
     """Return a short number: 10000, 0.35355."""
-    return f"{value:.0f}" if abs(value) < 1e9 and abs(value - round(value)) < 1e-5 * abs(value) else f"{value:.5g}"
+    return f"{value:.0f}" if abs(value) < 1e9 and abs(value - round(value)) < 1e-4 * abs(value) else f"{value:.4g}"

@@ -19,7 +19,7 @@ import transformers
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from minitx.check.results import Finding, Report
-from minitx.check.twin import twin
+from minitx.check.twins import twin
 from tests.interop.families import KINDS
 
 

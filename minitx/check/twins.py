@@ -66,7 +66,10 @@ def twin(
         ValueError: the weights do not fit, or ``ids`` has another shape.
     """
     names = [getattr(model, "__name__", type(model).__name__) for model in (mine, reference)]
-    models = [model if isinstance(model, nn.Module) else _Function(model) for model in (mine, reference)]
+    models = [
+        model if isinstance(model, nn.Module) else type(name, (_Function,), {})(model)
+        for name, model in zip(names, (mine, reference), strict=True)
+    ]
     with torch.random.fork_rng(), torch.no_grad(), warnings.catch_warnings(action="ignore"), ExitStack() as wide:
         torch.manual_seed(seed)
         try:
