@@ -196,14 +196,17 @@ class Trace(TorchFunctionMode):
         self._counts[-1] += 1
         path = self._paths[-1]
         key, start = f"{pattern(path)} {name} {self._counts[-1]}", len(self.steps)
-        before = args[0].clone() if (replaced := [c.outputs[key] for c in self.changes if key in c.outputs]) else None
+        replaced = [change.outputs[key] for change in self.changes if key in change.outputs]
+        before = args[0].clone() if replaced and isinstance(args[0], Tensor) else None  # a function may change it in place
         if name in ("matmul", "__matmul__", "bmm") and args[0].dim() == args[1].dim() > 2 and args[0].shape[-2] == L:
             out = self._product(path, start, func, *args[:2])
         elif name == "softmax" and self.sites and args[0].shape == self.sites[-1].shape:
             site = self.sites[-1]
             site.scores = args[0]
             for change in self.changes:
-                site.scores = change.attention["scores"](site, site.scores) if "scores" in change.attention else site.scores
+                if "scores" in change.attention:
+                    site.scores = change.attention["scores"](site, site.scores)
+                    self._record(path, name, key, (site.scores, site.chain[-1][2]), ())
             site.weights = out = func(site.scores, *args[1:], **kwargs)
         else:
             out = func(*args, **kwargs)

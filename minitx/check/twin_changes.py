@@ -112,13 +112,13 @@ class Rotation:
     def between(before: Tensor, after: Tensor) -> Rotation | None:
         """Return the rotation from one tensor to another, or None."""
         L, D = before.shape[2:]
-        for is_halves, part in product((True, False), (1, 2, 4)):
+        for is_halves, is_turned, part in product((True, False), (False, True), (1, 2, 4)):  # turned: the other layout afterwards
             if D % (2 * part) == 0:
-                plain = Rotation(is_halves, torch.ones(L, D // part // 2, dtype=torch.complex128, device=before.device))
-                z, w = plain.complex(before), plain.complex(after)
-                rotation = Rotation(is_halves, (w * z.conj()).sum((0, 1)) / z.abs().square().sum((0, 1)))
-                if _is_close(rotation.apply(before), after):
-                    return rotation
+                ones = torch.ones(L, D // part // 2, dtype=torch.complex128, device=before.device)
+                z, w = Rotation(is_halves, ones).complex(before), Rotation(is_halves ^ is_turned, ones).complex(after)
+                table, rest = (w * z.conj()).sum((0, 1)) / z.abs().square().sum((0, 1)), slice(D // part, D)
+                if _is_close(z * table, w) and (part == 1 or _is_close(before[..., rest], after[..., rest])):
+                    return Rotation(is_halves, table)
         return None
 
     @staticmethod
@@ -350,7 +350,7 @@ def norms(pair: Pair) -> Iterator[Change]:
                 hooks = {m: lambda args, out: args[0] for path in group for m in pair.alike(path)}
                 yield Change("norm-missing", f"{' and '.join(group)}: missing", outputs=hooks)
                 if len(group) == 2 and any(site.path == parent for site in pair.reference.sites):
-                    late = {n: (lambda s, x, ms=pair.alike(p): ms[s.number](x)) for n, p in zip(("query", "key"), group, strict=True)}
+                    late = {n: (lambda s, x, ms=pair.alike(p): ms[s.number].forward(x)) for n, p in zip(("query", "key"), group, strict=True)}
                     yield Change("norm-order", f"{' and '.join(group)}: after the rotation", outputs=hooks, attention=late)
 
 
@@ -407,16 +407,17 @@ def multipliers(pair: Pair) -> Iterator[Change]:
             continue
         done.add(step.key)
         columns = torch.stack([part.flatten() for part in parts if part is not None], 1)
-        for other in pair.near(step.value.shape[-1], is_new=len(parts) == 2):
+        where, is_sum, found = step.path or "the model", len(parts) == 2, list[list[float]]()
+        for other in pair.near(step.value.shape[-1], is_new=is_sum):
             factors = torch.linalg.lstsq(columns, other.reshape(-1, 1)).solution.flatten()
-            if factors.norm() > 1e-3 and not _is_close(factors, torch.ones_like(factors)) and _is_close(columns @ factors, other.flatten()):
-                a, b = [*factors.tolist(), 0.0][:2]
-                where, is_sum = step.path or "the model", len(parts) == 2
-                text = f"{_number(a)} x + {_number(b)} y for the sum" if is_sum else f"{_number(a)} times the output of the reference"
-                hook = (lambda args, out, a=a, b=b: a * args[0] + b * args[1]) if is_sum else (lambda args, out, a=a: a * out)
-                hooks: dict[Any, Function] = {m: hook for m in pair.alike(step.path)} if step.kind == "out" else {step.key: hook}
-                yield Change("multiplier", f"{where}: {text}", outputs=hooks)
-                break
+            is_other = factors.norm() > 1e-3 and not _is_close(factors, torch.ones_like(factors))
+            found += [factors.tolist()] if is_other and _is_close(columns @ factors, other.flatten()) else []
+        found.sort(key=lambda factors: -min(map(abs, factors)))
+        for a, b in [[*factors, 0.0][:2] for factors in found[:1]] + [(0.0, 1.0), (1.0, 0.0)] * is_sum:
+            text = f"{_number(a)} x + {_number(b)} y for the sum" if is_sum else f"{_number(a)} times the output of the reference"
+            hook = (lambda args, out, a=a, b=b: a * args[0] + b * args[1]) if is_sum else (lambda args, out, a=a: a * out)
+            hooks: dict[Any, Function] = {m: hook for m in pair.alike(step.path)} if step.kind == "out" else {step.key: hook}
+            yield Change("multiplier", f"{where}: {text}", outputs=hooks)
         if len(done) > 40:
             return
 

@@ -147,10 +147,10 @@ class _Comparison:
         self.target = Trace(port.model, lambda: port.answer({port.stream.name: tokens}), tokens)
         self.noise = rounding(ours.answer, ours.model, {ours.stream.name: tokens})
 
-    def trace(self, changes: Sequence[Change], **keep: Any) -> Trace:
+    def trace(self, changes: Sequence[Change], keep: Tensor | None = None, **options: Any) -> Trace:
         name, ours = self.ours.stream.name, self.ours
-        masks = {"keep": {name: keep["keep"]}} if keep else {}
-        return Trace(ours.model, lambda: ours.answer({name: self.tokens}, **masks), self.tokens, changes)
+        mask = None if keep is None else {name: keep}
+        return Trace(ours.model, lambda: ours.answer({name: self.tokens}, mask, **options), self.tokens, changes)
 
     def gap(self, trace: Trace) -> Gap:
         return compare(self.target.output, trace.output, self.noise)
@@ -170,8 +170,8 @@ class _Comparison:
             current = after
         is_whole = self.gap(current).is_rounding
         for (id, text), witness in named.items():
-            end = "the reference with this change" if len(named) == 1 else f"the reference with all {len(named)} changes"
-            self.find(id, text, witness, f"{end} equals the port to rounding." if is_whole else "Other differences remain.")
+            end = "this change" if len(named) == 1 else f"all {len(named)} changes"
+            self.find(id, text, witness, f"The reference with {end} equals the port to rounding." if is_whole else "Other differences remain.")
         if not is_whole:
             text = "no change in the catalogue reproduces the " + ("remaining difference" if named else "difference")
             self.find("not-named", text, self.witness(current, None))
@@ -221,9 +221,8 @@ class _Comparison:
         status = Status.PASSED if gap.is_rounding else Status.FAILED
         self.checks.append(Check(id, status, "", gap.size, gap.allowed))
 
-    def find(self, id: str, text: str, witness: str, advice: str = "") -> None:
-        advice = advice[:1].upper() + advice[1:]
-        self.findings.append(Finding(id, Severity.WRONG, text, advice, witness, self.repeat))
+    def find(self, id: str, text: str, witness: str, advice: str = "", severity: Severity = Severity.WRONG) -> None:
+        self.findings.append(Finding(id, severity, text, advice, witness, self.repeat))
 
     def with_mask(self) -> None:
         """Compare once more with hidden tokens."""
@@ -235,15 +234,25 @@ class _Comparison:
         if reasons := [called.stream.why_unmasked for called in (port, ours) if called.stream.form is None]:
             self.checks.append(Check("mask", Status.NOT_TRIED, reasons[0]))
             return
-        keep = torch.ones(tokens.shape, dtype=torch.bool, device=tokens.device)
-        keep[-1, 1:3] = False
-        expected = self.trace(self.changes, keep=keep).output
-        masks = {"": keep, "has the other polarity": ~keep, "is ignored": None}
-        outputs = [port.answer({port.stream.name: tokens}, None if m is None else {port.stream.name: m}) for m in (keep, ~keep, None)]
-        gap, inverted = (compare(output, expected, self.noise, keep) for output in outputs[:2])
-        self.check("mask", gap)
-        if not gap.is_rounding:
-            is_ignored = compare(outputs[0], outputs[2], self.noise, keep).is_rounding
-            id = "mask-polarity" if inverted.is_rounding else "mask-ignored" if is_ignored else "mask-differs"
-            words = {"mask-polarity": "has the other polarity", "mask-ignored": "is ignored", "mask-differs": "hides other keys or moves positions"}
-            self.find(id, f"{port.stream.mask} {words[id]}", self.size(gap, (outputs[0] - expected) * keep.unsqueeze(-1)))
+        for hidden in (slice(1, 3), slice(0, 2)):  # inside, and on the left
+            keep = torch.ones(tokens.shape, dtype=torch.bool, device=tokens.device)
+            keep[-1, hidden] = False
+            expected = self.trace(self.changes, keep=keep).output
+            masks = [None if mask is None else {port.stream.name: mask} for mask in (keep, ~keep, None)]
+            outputs = [port.answer({port.stream.name: tokens}, mask) for mask in masks]
+            gaps = [compare(output, expected, self.noise, keep) for output in outputs]
+            if gaps[0].is_rounding:
+                break
+        self.check("mask", gaps[0])
+        if gaps[0].is_rounding:
+            return
+        places = {"position_ids": (keep.cumsum(-1) - 1).clamp(min=0)}
+        if "position_ids" in ours.names and compare(
+            outputs[0], self.trace(self.changes, keep=keep, **places).output, self.noise, keep
+        ).is_rounding:
+            self.find("mask-positions", "positions are counted without hidden tokens, unlike in the reference", "", severity=Severity.NOTE)
+            return
+        is_ignored = compare(outputs[0], outputs[2], self.noise, keep).is_rounding
+        id = "mask-polarity" if gaps[1].is_rounding else "mask-ignored" if is_ignored else "mask-differs"
+        words = {"mask-polarity": "has the other polarity", "mask-ignored": "is ignored", "mask-differs": "hides other keys or moves positions"}
+        self.find(id, f"{port.stream.mask} {words[id]}", self.size(gaps[0], (outputs[0] - expected) * keep.unsqueeze(-1)))

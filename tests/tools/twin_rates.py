@@ -1,16 +1,17 @@
-"""How many mistakes in ports ``minitx.check.twin`` names: python tests/tools/twin_rates.py [--only WORDS] [--pairs 24]"""
+"""How many mistakes in ports ``minitx.check.twin`` names: python tests/tools/twin_rates.py [--pairs 24 | --right]"""
 
 from __future__ import annotations
 
 import argparse
+import copy
 import random
 import sys
 import time
-import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -18,9 +19,9 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from minitx.check.results import Finding, Report
-from minitx.check.twins import twin
-from tests.interop.families import KINDS
+from minitx.check import Finding, Report, Severity, twin
+from minitx.interop import adopt_hf, load_hf
+from tests.interop.families import KINDS, build
 
 
 @dataclass(frozen=True)
@@ -159,41 +160,99 @@ def is_named(mistake: Mistake, finding: Finding, with_module: bool = True) -> bo
     return finding.id.startswith(tuple(mistake.id.split("|"))) and (is_first or not with_module)
 
 
+def are_named(both: Sequence[Mistake], findings: Sequence[Finding]) -> bool:
+    """Whether each of two mistakes is named by a finding, and nothing else is reported."""
+    names = [[is_named(mistake, finding, with_module=False) for finding in findings] for mistake in both]
+    return len(findings) == 2 and all(map(any, names)) and all(any(column) for column in zip(*names, strict=True))
+
+
 def held_out() -> set[int]:
     """A third of the mistakes, on which the catalogue was not tuned."""
     return set(random.Random(0).sample(range(len(MISTAKES)), len(MISTAKES) // 3))
 
 
+def rights() -> dict[str, Callable[[], Report]]:
+    """Comparisons of right implementations."""
+    found: dict[str, Callable[[], Report]] = {f"{family}: port like transformers": lambda f=family: report(f) for family in FAMILIES}
+
+    def ours(name: str, other: Any = None) -> Report:
+        theirs = build(name)
+        with TemporaryDirectory() as folder:
+            theirs.save_pretrained(folder)
+            return twin(load_hf(folder) if other is None else other(folder), theirs)
+
+    def adopted(name: str) -> Report:
+        theirs = build(name)
+        return twin(adopt_hf(copy.deepcopy(theirs)), theirs)
+
+    for name in ("GPT2", "Llama", "Mistral", "Qwen2", "Gemma2"):
+        found[f"{name}: load_hf like transformers"] = lambda name=name: ours(name)
+    for name in ("Phi3", "GPTNeoX", "Olmo2", "Cohere"):
+        found[f"{name}: adopt_hf like transformers"] = lambda name=name: adopted(name)
+    found["Llama: eager like sdpa"] = lambda: ours(
+        "Llama", lambda folder: transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    )
+
+    def port_like_ours() -> Report:
+        theirs, space = build("Llama"), port("llama")
+        mine = space["Port"](theirs.config)
+        mine.load_state_dict(space["weights"](theirs.state_dict()))
+        with TemporaryDirectory() as folder:
+            theirs.save_pretrained(folder)
+            return twin(mine, load_hf(folder))
+
+    found["Llama: port like load_hf"] = port_like_ours
+    return found
+
+
+def pairs(number: int) -> list[tuple[Mistake, Mistake]]:
+    """Random pairs of mistakes of one family whose edits do not overlap."""
+    draw, chosen = random.Random(1), list[tuple[Mistake, Mistake]]()
+    while len(chosen) < number:
+        one, two = draw.sample(MISTAKES, 2)
+        source = (PORTS / f"{one.family}.py").read_text()
+        is_apart = one.old not in two.new and source.replace(one.old, one.new).count(two.old) == 1
+        if one.family == two.family and is_apart and (one, two) not in chosen and not one.id == two.id:
+            chosen.append((one, two))
+    return chosen
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", default="")
-    parser.add_argument("--held", action="store_true")
-    parser.add_argument("--tuned", action="store_true")
-    parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--only", default="", help="mistakes whose family and name have these words")
+    parser.add_argument("--pairs", type=int, default=0, help="the number of random pairs of mistakes")
+    parser.add_argument("--right", action="store_true", help="compare right implementations")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    hits = Counter()
-    for number, mistake in enumerate(MISTAKES):
-        kind = "held out" if number in held_out() else "tuned"
-        if options.only not in f"{mistake.family} {mistake.name}" or (options.held and kind == "tuned") or (options.tuned and kind != "tuned"):
-            continue
-        start = time.perf_counter()
+    hits, seconds = Counter(), list[float]()
+
+    def row(kind: str, name: str, call: Callable[[], Report], judge: Callable[[tuple[Finding, ...]], bool]) -> None:
+        start = time.process_time()
         try:
-            found = report(mistake.family, [mistake])
-        except Exception:
-            if not options.verbose:
-                lines = traceback.format_exc().splitlines()
-                print("RAISED", mistake.family, mistake.name, lines[-1], [l for l in lines if "minitx" in l][-2:])
-                hits[kind, "tried"] += 1
-                continue
-            raise
-        is_right = len(found.findings) == 1 and is_named(mistake, found.findings[0])
+            findings = call().findings
+        except Exception as error:
+            findings = (Finding(f"raised {type(error).__name__}: {error}", Severity.WRONG, ""),)
+        seconds.append(time.process_time() - start)
+        is_right = judge(findings)
         hits[kind, "tried"] += 1
-        hits[kind, "named"] += is_right
-        print("ok " if is_right else "NO ", kind, mistake.family, mistake.name, [(f.id, first_of(f)) for f in found.findings], f"{time.perf_counter() - start:.1f}s")
-        if options.verbose:
-            print(found)
-    print(dict(hits))
+        hits[kind, "right"] += is_right
+        words = ", ".join(f"{finding.id} in {first_of(finding) or 'the model'}" for finding in findings) or "equal"
+        print(f"| {kind} | {name} | {words} | {'yes' if is_right else '**no**'} | {seconds[-1]:.1f} |", flush=True)
+
+    if options.right:
+        for name, call in rights().items():
+            row("right", name, call, lambda findings: all(f.severity == Severity.NOTE for f in findings))
+    elif options.pairs:
+        for both in pairs(options.pairs):
+            name = f"{both[0].family}: {both[0].name} + {both[1].name}"
+            row("pair", name, lambda both=both: report(both[0].family, both), lambda findings, both=both: are_named(both, findings))
+    else:
+        for number, mistake in enumerate(MISTAKES):
+            if options.only in f"{mistake.family} {mistake.name}":
+                kind = "held out" if number in held_out() else "mistake"
+                call = lambda mistake=mistake: report(mistake.family, [mistake])  # noqa: E731
+                row(kind, f"{mistake.family}: {mistake.name}", call, lambda f, m=mistake: len(f) == 1 and is_named(m, f[0]))
+    print(dict(hits), f"{max(seconds):.1f} seconds at most, {sum(seconds):.0f} in all")
 
 
 if __name__ == "__main__":
