@@ -112,7 +112,9 @@ class Rotation:
     def between(before: Tensor, after: Tensor) -> Rotation | None:
         """Return the rotation from one tensor to another, or None."""
         L, D = before.shape[2:]
-        for is_halves, is_turned, part in product((True, False), (False, True), (1, 2, 4)):  # turned: the other layout afterwards
+        for is_halves, is_turned, part in product(
+            (True, False), (False, True), (1, 2, 4)
+        ):  # turned: the other layout afterwards
             if D % (2 * part) == 0:
                 ones = torch.ones(L, D // part // 2, dtype=torch.complex128, device=before.device)
                 z, w = Rotation(is_halves, ones).complex(before), Rotation(is_halves ^ is_turned, ones).complex(after)
@@ -124,8 +126,8 @@ class Rotation:
     @staticmethod
     def of(trace: Trace, site: Site, after: Tensor) -> Rotation:
         """Return the rotation of the queries or keys of an attention. Without one, the angles are zero."""
-        after = after[:, :: _repeats(after)]
-        B, H, L, D = after.shape
+        after = after[:, _distinct(after)]
+        H, L, D = after.shape[1:]
         found = [Rotation(True, torch.ones(L, D // 2, dtype=torch.complex128, device=after.device))]
         for step in trace.steps[: site.start]:
             if step.value.shape[-1] == H * D:
@@ -152,15 +154,17 @@ def rotary(pair: Pair) -> Iterator[Change]:
         return change
 
     words = {name: [str(rotation) for rotation in tables[0]] for name, tables in found.items() if tables}
-    if differ := [name for name, (ours, theirs) in words.items() if ours != theirs]:
-        ours, theirs = words[differ[0]]
-        text = f"{theirs}; in the reference {ours}" + (f" ({differ[0]} only)" if len(differ) == 1 else "")
+    if differ := [name for name, (one, two) in words.items() if one != two]:
+        text = "{1}; in the reference {0}".format(*words[differ[0]])
+        text += f" ({differ[0]} only)" if len(differ) == 1 else ""
         yield Change("rotary", text, attention={name: turn(name) for name in found})
 
 
 def visible(pair: Pair) -> Iterator[Change]:
     """The keys that the port sees."""
-    seen = {ours.number: (theirs.visible, ours.visible) for ours, theirs in pair.sites if ours.visible.shape == theirs.visible.shape}
+    seen = {
+        ours.number: (theirs.visible, ours.visible) for ours, theirs in pair.sites if ours.visible.shape == theirs.visible.shape
+    }
     seen = {number: both for number, both in seen.items() if not torch.equal(*both)}
 
     def scores(site: Site, scores: Tensor) -> Tensor:
@@ -239,14 +243,15 @@ def _map_text(what: str, factor: float, cap: float, ours: float, width: int = 1)
 def heads(pair: Pair) -> Iterator[Change]:
     """The order of heads, and their axis."""
     for site in pair.reference.sites[:1]:
-        H, repeats = site.key.shape[1], _repeats(site.key)
-        groups = H // repeats
-        tiles = next((g for g in range(2, H) if H % g == 0 and torch.equal(site.key[:, :g], site.key[:, g : 2 * g])), 0)
-        if tiles or 1 < groups < H:
-            order = torch.arange(H) // (H // tiles) if tiles else torch.arange(H) % groups * repeats
-            words = ["key heads are tiled", "key heads are repeated one by one"]
-            text = "{}, in the reference {}".format(*(words[::-1] if tiles else words))
-            yield Change("head-order", text, attention=dict.fromkeys(("key", "value"), lambda site, x: x[:, order]))
+        distinct, H = _distinct(site.key), site.key.shape[1]
+        if 1 < (G := len(distinct)) < H:
+            is_tiled = distinct == list(range(G))
+            words = ["tiled", "repeated one by one"]
+            text = "key heads are {}, in the reference {}".format(*(words[::-1] if is_tiled else words))
+            order = torch.arange(H) // (H // G) if is_tiled else torch.arange(H) % G * (H // G)
+            yield Change(
+                "head-order", text, attention=dict.fromkeys(("key", "value"), lambda site, x, order=order: x[:, order])
+            )
     text = "heads are {} by a reshape without transpose(1, 2)"
     split = dict.fromkeys(("query", "key", "value"), lambda site, x: x.transpose(1, 2).reshape(x.shape))
     yield Change("head-merge", text.format("split"), attention=split)
@@ -254,9 +259,9 @@ def heads(pair: Pair) -> Iterator[Change]:
     yield Change("head-merge", text.format("merged"), attention=merged)
 
 
-def _repeats(x: Tensor) -> int:
-    """Return how many neighbouring heads are equal."""
-    return next((h for h in range(1, x.shape[1]) if not torch.equal(x[:, h], x[:, 0])), 1)
+def _distinct(x: Tensor) -> list[int]:
+    """Return the heads that no earlier head equals."""
+    return [h for h in range(x.shape[1]) if not any(torch.equal(x[:, h], x[:, i]) for i in range(h))]
 
 
 # --- modules
@@ -293,7 +298,7 @@ def _orders(pair: Pair, total: int) -> Iterator[tuple[str, str, Tensor]]:
     places = torch.arange(total)
     for site in pair.reference.sites[:1]:
         H, D = site.query.shape[1], site.query.shape[3]
-        G = H // _repeats(site.key)
+        G = len(_distinct(site.key))
         if total == (H + 2 * G) * D:
             parts, grouped = places.split([H * D, G * D, G * D]), places.view(G, -1, D)
             for order in list(permutations(range(3)))[1:]:
@@ -320,8 +325,12 @@ def siblings(pair: Pair) -> Iterator[Change]:
         if layer and b.startswith(layer[0]) and shapes[a] == shapes[b] and name not in done and {a, b} & pair.suspects:
             done.add(name)
             couples = list(zip(pair.alike(a), pair.alike(b), strict=False))
-            given = {p: q.detach().clone() for one, two in couples for p, q in zip(one.parameters(), two.parameters(), strict=True)}
-            back = {q: p.detach().clone() for one, two in couples for p, q in zip(one.parameters(), two.parameters(), strict=True)}
+            given = {
+                p: q.detach().clone() for one, two in couples for p, q in zip(one.parameters(), two.parameters(), strict=True)
+            }
+            back = {
+                q: p.detach().clone() for one, two in couples for p, q in zip(one.parameters(), two.parameters(), strict=True)
+            }
             if a < b:
                 yield Change("swapped-weights", f"{a} and {b} are swapped", tensors=given | back)
             yield Change("swapped-weights", f"{b} takes the place of {a}", tensors=given)
@@ -337,7 +346,11 @@ def norms(pair: Pair) -> Iterator[Change]:
             found.setdefault(path.rpartition(".")[0], []).append(path)
     for path in [path for paths in found.values() for path in paths if path in pair.suspects]:
         module = pair.modules[path]
-        kin = [m for n, m in pair.modules.items() if type(m) is type(module) and n in pair.leaves and m.weight.shape == module.weight.shape]
+        kin = [
+            m
+            for n, m in pair.modules.items()
+            if type(m) is type(module) and n in pair.leaves and m.weight.shape == module.weight.shape
+        ]
         layers = [m for n, m in pair.modules.items() if m in kin and "*" in pattern(n)]
         for scope in (kin, layers, pair.alike(path)):
             if scope and (key := frozenset(scope)) not in done:
@@ -350,7 +363,7 @@ def norms(pair: Pair) -> Iterator[Change]:
                 hooks = {m: lambda args, out: args[0] for path in group for m in pair.alike(path)}
                 yield Change("norm-missing", f"{' and '.join(group)}: missing", outputs=hooks)
                 if len(group) == 2 and any(site.path == parent for site in pair.reference.sites):
-                    late = {n: (lambda s, x, ms=pair.alike(p): ms[s.number].forward(x)) for n, p in zip(("query", "key"), group, strict=True)}
+                    late = {n: _late(pair.alike(p)) for n, p in zip(("query", "key"), group, strict=True)}
                     yield Change("norm-order", f"{' and '.join(group)}: after the rotation", outputs=hooks, attention=late)
 
 
@@ -364,20 +377,27 @@ def _other_norms(pair: Pair, scope: list[Any], features: int) -> Iterator[Change
     eps = getattr(scope[0], names[0]) if names else 0.0
     for other in [10.0**-n for n in range(2, 13)] if names else []:
         if other != eps:
-            yield Change("norm-eps", f"eps is {other:.0e}, in the reference {eps:.0e}", attributes={(m, names[0]): other for m in scope})
-    for site in pair.reference.sites[:1]:
-        D, L = site.query.shape[-1], pair.reference.L
+            yield Change(
+                "norm-eps", f"eps is {other:.0e}, in the reference {eps:.0e}", attributes={(m, names[0]): other for m in scope}
+            )
+    D = pair.reference.sites[0].query.shape[-1] if pair.reference.sites else features
+    if features > D and scope[0].weight.numel() in (D, features):
+        words = ["all heads", "each head"] if scope[0].weight.numel() == D else ["each head", "all heads"]
 
         def hook(args: tuple, out: Tensor) -> Tensor:
             square = args[0].square()
-            heads = [axis for axis in range(1, square.dim() - 1) if square.shape[axis] != L]
+            heads = [axis for axis in range(1, square.dim() - 1) if square.shape[axis] != pair.reference.L]
             by_head = square.unflatten(-1, (-1, D)).mean(-1).repeat_interleave(D, -1)
             other = square.mean((*heads, -1), keepdim=True) if heads else by_head
             return out * ((square.mean(-1, keepdim=True) + eps) / (other + eps)).sqrt()
 
-        if scope[0].weight.numel() == D < features or scope[0].weight.numel() == features > D:
-            words = ["all heads", "each head"] if scope[0].weight.numel() == D else ["each head", "all heads"]
-            yield Change("norm-heads", "the norm is over {}, in the reference over {}".format(*words), outputs={m: hook for m in scope})
+        yield Change(
+            "norm-heads", "the norm is over {}, in the reference over {}".format(*words), outputs=dict.fromkeys(scope, hook)
+        )
+
+
+def _late(modules: list[Any]) -> Function:
+    return lambda site, x: modules[site.number].forward(x)
 
 
 def activations(pair: Pair) -> Iterator[Change]:
@@ -386,13 +406,19 @@ def activations(pair: Pair) -> Iterator[Change]:
     for step in pair.reference.steps:
         is_module = step.path in pair.leaves and step.kind == "out" and not list(pair.modules[step.path].parameters())
         x = pair.reference.flat(step.args[0]) if step.args and (is_module or step.kind in ("gelu", "silu", "relu")) else None
-        if x is None or step.key in done or (is_module and step.path not in pair.suspects) or x.shape != step.value.shape or _is_close(x, step.value):
+        if (
+            x is None
+            or step.key in done
+            or (is_module and step.path not in pair.suspects)
+            or x.shape != step.value.shape
+            or _is_close(x, step.value)
+        ):
             continue
         done.add(step.key)
         for name, function in ACTIVATIONS.items():
             if not _is_close(function(x), step.value):
                 hook = lambda args, out, f=function: f(args[0])  # noqa: E731
-                hooks: dict[Any, Function] = {m: hook for m in pair.alike(step.path)} if is_module else {step.key: hook}
+                hooks: dict[Any, Function] = dict.fromkeys(pair.alike(step.path), hook) if is_module else {step.key: hook}
                 yield Change("activation", f"the activation is {name}, unlike in the reference", outputs=hooks)
 
 
@@ -414,12 +440,22 @@ def multipliers(pair: Pair) -> Iterator[Change]:
             found += [factors.tolist()] if is_other and _is_close(columns @ factors, other.flatten()) else []
         found.sort(key=lambda factors: -min(map(abs, factors)))
         for a, b in [[*factors, 0.0][:2] for factors in found[:1]] + [(0.0, 1.0), (1.0, 0.0)] * is_sum:
-            text = f"{_number(a)} x + {_number(b)} y for the sum" if is_sum else f"{_number(a)} times the output of the reference"
-            hook = (lambda args, out, a=a, b=b: a * args[0] + b * args[1]) if is_sum else (lambda args, out, a=a: a * out)
-            hooks: dict[Any, Function] = {m: hook for m in pair.alike(step.path)} if step.kind == "out" else {step.key: hook}
+            text = (
+                f"the sum is {_number(a)} x + {_number(b)} y" if is_sum else f"{_number(a)} times the output of the reference"
+            )
+            hook = _combined(a, b) if is_sum else _scaled(a)
+            hooks: dict[Any, Function] = dict.fromkeys(pair.alike(step.path), hook) if step.kind == "out" else {step.key: hook}
             yield Change("multiplier", f"{where}: {text}", outputs=hooks)
         if len(done) > 40:
             return
+
+
+def _combined(a: float, b: float) -> Function:
+    return lambda args, out: a * args[0] + b * args[1]
+
+
+def _scaled(a: float) -> Function:
+    return lambda args, out: a * out
 
 
 def tables(pair: Pair) -> Iterator[Change]:
@@ -429,19 +465,24 @@ def tables(pair: Pair) -> Iterator[Change]:
         for name, module in pair.modules.items():
             weight = getattr(module, "weight", None)
             if isinstance(weight, Tensor) and weight.shape == table.weight.shape and weight is not table.weight:
-                yield Change("tying", f"the weights of {path} are those of {name}, too", tensors={weight: table.weight.detach()})
+                tied = {weight: table.weight.detach()}
+                yield Change("tying", f"the weights of {path} are those of {name}, too", tensors=tied)
         if len(found) > 1:
             yield Change("multiplier", f"{path} is not added", outputs={table: lambda args, out: 0 * out})
             for n in (1, 2, -1):
-                hook = lambda args, n=n, size=table.num_embeddings: ((args[0] + n).clamp(0, size - 1), *args[1:])  # noqa: E731
-                yield Change("position-offset", f"the rows of {path} are read {n:+d} further", inputs={table: hook})
+                hooks: dict[nn.Module, Function] = {table: _shifted(n, table.num_embeddings)}
+                yield Change("position-offset", f"the rows of {path} are read {n:+d} further", inputs=hooks)
+
+
+def _shifted(n: int, size: int) -> Function:
+    return lambda args: ((args[0] + n).clamp(0, size - 1), *args[1:])
 
 
 def biases(pair: Pair) -> Iterator[Change]:
     """A bias that is not added."""
     found = {pattern(path): path for path, p in pair.model.named_parameters() if path.endswith("bias") and p.any()}
     for name, path in found.items():
-        zeros = {p: torch.zeros_like(p) for n, p in pair.model.named_parameters() if pattern(n) == name}
+        zeros: dict[Tensor, Tensor] = {p: torch.zeros_like(p) for n, p in pair.model.named_parameters() if pattern(n) == name}
         yield Change("bias-missing", f"{path} is not added", tensors=zeros)
 
 

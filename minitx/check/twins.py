@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -25,9 +26,9 @@ MOST = 8
 
 
 class _Function(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+    def __init__(self, function: Callable[[Tensor], Any], vocabulary: int) -> None:
         super().__init__()
-        self.function = function
+        self.function, self.config = function, {"vocab_size": vocabulary}
 
     def forward(self, ids: Tensor) -> Any:
         return self.function(ids)
@@ -66,8 +67,12 @@ def twin(
         ValueError: the weights do not fit, or ``ids`` has another shape.
     """
     names = [getattr(model, "__name__", type(model).__name__) for model in (mine, reference)]
+    tables = [
+        m for model in (mine, reference) if isinstance(model, nn.Module) for m in model.modules() if isinstance(m, nn.Embedding)
+    ]
+    size = tables[0].num_embeddings if tables else 50 if ids is None else int(ids.max()) + 1
     models = [
-        model if isinstance(model, nn.Module) else type(name, (_Function,), {})(model)
+        model if isinstance(model, nn.Module) else type(name, (_Function,), {})(model, size)
         for name, model in zip(names, (mine, reference), strict=True)
     ]
     with torch.random.fork_rng(), torch.no_grad(), warnings.catch_warnings(action="ignore"), ExitStack() as wide:
@@ -94,7 +99,9 @@ def _load(port: CalledModel, ours: CalledModel, models: Sequence[nn.Module], wei
     """Give the port the weights of the reference."""
     own, state = (model.state_dict() for model in models)
     if weights is None and (own.keys() != state.keys() or not own):
-        sums = [{f"{p.numel()} {p.double().abs().sum():.4g}" for p in tensors.values() if p.dim() > 1} for tensors in (own, state)]
+        sums = [
+            {f"{p.numel()} {p.double().abs().sum():.4g}" for p in tensors.values() if p.dim() > 1} for tensors in (own, state)
+        ]
         if own and state and not sums[0] & sums[1]:
             raise ValueError(f"the models have no weight in common; {_names(own, state)}; name a function with weights=")
         for called, model in zip((port, ours), models, strict=True):
@@ -133,8 +140,7 @@ def _tokens(port: CalledModel, ours: CalledModel, ids: Tensor | None) -> Tensor:
     limit = min(limit_of(called.model) or 10**9 for called in (port, ours)) - 2
     fits = [n for n in LENGTHS if n <= limit and n not in sizes] or [limit]
     length = next((n for n in fits if n > (getattr(ours.config, "sliding_window", None) or 0) + 1), fits[0])
-    known = [called.usable for called in (port, ours) if list(called.model.parameters())] or [port.usable]
-    usable = min(known, key=len)
+    usable = min(port.usable, ours.usable, key=len)
     return usable[torch.randint(len(usable), (2, length), generator=port.generator)].to(port.device)
 
 
@@ -171,29 +177,37 @@ class _Comparison:
         is_whole = self.gap(current).is_rounding
         for (id, text), witness in named.items():
             end = "this change" if len(named) == 1 else f"all {len(named)} changes"
-            self.find(id, text, witness, f"The reference with {end} equals the port to rounding." if is_whole else "Other differences remain.")
+            self.find(
+                id,
+                text,
+                witness,
+                f"The reference with {end} equals the port to rounding." if is_whole else "Other differences remain.",
+            )
         if not is_whole:
             text = "no change in the catalogue reproduces the " + ("remaining difference" if named else "difference")
             self.find("not-named", text, self.witness(current, None))
 
     def best(self, current: Trace) -> tuple[Change, Trace] | None:
-        """Return the change that makes most further tensors equal, and the call with it."""
+        """Return the change that makes most further tensors equal, from the first part of the catalogue that reaches a module."""
         pair, best, most = Pair(self.target, current, self.ours.model), None, 0
+        is_module = torch.tensor([step.kind in ("in", "out") for step in self.target.steps]).to(pair.is_matched.device)
         for generate in CATALOGUE:
-            try:
+            has_module = False
+            with contextlib.suppress(RuntimeError, ValueError, IndexError):  # nothing can be measured
                 for change in generate(pair):
                     try:
                         trace = self.trace([*self.changes, change])
                     except (RuntimeError, ValueError, IndexError, TypeError):  # the change does not fit the model
                         continue
                     now = matched(self.target.steps, trace.steps)
-                    gain = int((now & ~pair.is_matched).sum()) - 10 * int((pair.is_matched & ~now).sum())
+                    gained = now & ~pair.is_matched
+                    gain = int(gained.sum()) - 10 * int((pair.is_matched & ~now).sum())
                     if self.gap(trace).is_rounding:
                         return change, trace
                     if gain > most:
-                        best, most = (change, trace), gain
-            except (RuntimeError, ValueError, IndexError):  # nothing can be measured
-                continue
+                        best, most, has_module = (change, trace), gain, bool((gained & is_module).any())
+            if has_module:
+                break
         return best
 
     def witness(self, before: Trace, after: Trace | None) -> str:
@@ -247,12 +261,22 @@ class _Comparison:
         if gaps[0].is_rounding:
             return
         places = {"position_ids": (keep.cumsum(-1) - 1).clamp(min=0)}
-        if "position_ids" in ours.names and compare(
-            outputs[0], self.trace(self.changes, keep=keep, **places).output, self.noise, keep
-        ).is_rounding:
-            self.find("mask-positions", "positions are counted without hidden tokens, unlike in the reference", "", severity=Severity.NOTE)
+        if (
+            "position_ids" in ours.names
+            and compare(outputs[0], self.trace(self.changes, keep=keep, **places).output, self.noise, keep).is_rounding
+        ):
+            self.find(
+                "mask-positions",
+                "positions are counted without hidden tokens, unlike in the reference",
+                "",
+                severity=Severity.NOTE,
+            )
             return
         is_ignored = compare(outputs[0], outputs[2], self.noise, keep).is_rounding
         id = "mask-polarity" if gaps[1].is_rounding else "mask-ignored" if is_ignored else "mask-differs"
-        words = {"mask-polarity": "has the other polarity", "mask-ignored": "is ignored", "mask-differs": "hides other keys or moves positions"}
+        words = {
+            "mask-polarity": "has the other polarity",
+            "mask-ignored": "is ignored",
+            "mask-differs": "hides other keys or moves positions",
+        }
         self.find(id, f"{port.stream.mask} {words[id]}", self.size(gaps[0], (outputs[0] - expected) * keep.unsqueeze(-1)))

@@ -81,7 +81,9 @@ class CheckConfig(Config):
             "only, expect, stage, strict and mask cannot be combined with like: remove them",
         )
         require(bool(self.like) or not self.weights, "weights is for a reference: add like=FILE.py:NAME")
-        require(not self.weights or ".py:" in self.weights, f"weights={self.weights} must be FILE.py:NAME, such as mine.py:convert")
+        require(
+            not self.weights or ".py:" in self.weights, f"weights={self.weights} must be FILE.py:NAME, such as mine.py:convert"
+        )
         require(not self.strict or self.stage is None, "strict=true and stage cannot be combined: remove one of them")
         if self.json and not Path(self.json).absolute().parent.is_dir():
             raise ConfigError(f"json={self.json} is in a folder that does not exist")
@@ -157,7 +159,9 @@ def _twin_report(subject: Any, config: CheckConfig) -> Report:
     is_file = ".py:" in config.like
     reference = _made(_named(config.like), config.like) if is_file else _loaded(config.like, "like", config.trust)
     for model, word in ((mine, config.target), (reference, config.like)):
-        require(callable(model) and not inspect.isclass(model), f"{word} must be a model or a function of ids{_why_none(model)}")
+        require(
+            callable(model) and not inspect.isclass(model), f"{word} must be a model or a function of ids{_why_none(model)}"
+        )
     words = [f"model={config.model}" if config.model else config.target, f"like={config.like}"]
     words += [f"weights={config.weights}"] * bool(config.weights) + ["trust=true"] * config.trust
     words += [f"seed={config.seed}"] + [f"device={config.device}"] * (config.device != "cpu")

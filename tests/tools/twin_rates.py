@@ -173,7 +173,9 @@ def held_out() -> set[int]:
 
 def rights() -> dict[str, Callable[[], Report]]:
     """Comparisons of right implementations."""
-    found: dict[str, Callable[[], Report]] = {f"{family}: port like transformers": lambda f=family: report(f) for family in FAMILIES}
+    found: dict[str, Callable[[], Report]] = {
+        f"{family}: port like transformers": lambda f=family: report(f) for family in FAMILIES
+    }
 
     def ours(name: str, other: Any = None) -> Report:
         theirs = build(name)
@@ -212,7 +214,7 @@ def pairs(number: int) -> list[tuple[Mistake, Mistake]]:
         one, two = draw.sample(MISTAKES, 2)
         source = (PORTS / f"{one.family}.py").read_text()
         is_apart = one.old not in two.new and source.replace(one.old, one.new).count(two.old) == 1
-        if one.family == two.family and is_apart and (one, two) not in chosen and not one.id == two.id:
+        if one.family == two.family and is_apart and (one, two) not in chosen and one.id != two.id:
             chosen.append((one, two))
     return chosen
 
@@ -245,7 +247,12 @@ def main() -> None:
     elif options.pairs:
         for both in pairs(options.pairs):
             name = f"{both[0].family}: {both[0].name} + {both[1].name}"
-            row("pair", name, lambda both=both: report(both[0].family, both), lambda findings, both=both: are_named(both, findings))
+            row(
+                "pair",
+                name,
+                lambda both=both: report(both[0].family, both),
+                lambda findings, both=both: are_named(both, findings),
+            )
     else:
         for number, mistake in enumerate(MISTAKES):
             if options.only in f"{mistake.family} {mistake.name}":

@@ -80,7 +80,11 @@ class Port(nn.Module):
 
 NAMES = {"model.embed_tokens": "embed", "model.layers": "blocks", "model.norm": "norm", "self_attn.q_proj": "attn.q"}
 NAMES |= {"self_attn.o_proj": "attn.o", "mlp.": "", "_proj": "", "input_layernorm": "norms.0"}
-NAMES |= {"post_attention_layernorm": "norms.1", "pre_feedforward_layernorm": "norms.2", "post_feedforward_layernorm": "norms.3"}
+NAMES |= {
+    "post_attention_layernorm": "norms.1",
+    "pre_feedforward_layernorm": "norms.2",
+    "post_feedforward_layernorm": "norms.3",
+}
 
 
 def weights(state):
