@@ -110,11 +110,9 @@ class Rotation:
 
     @staticmethod
     def between(before: Tensor, after: Tensor) -> Rotation | None:
-        """Return the rotation from one tensor to another, or None."""
+        """Return the rotation from one tensor to another, perhaps with the pairs in the other layout afterwards, or None."""
         L, D = before.shape[2:]
-        for is_halves, is_turned, part in product(
-            (True, False), (False, True), (1, 2, 4)
-        ):  # turned: the other layout afterwards
+        for is_halves, is_turned, part in product((True, False), (False, True), (1, 2, 4)):
             if D % (2 * part) == 0:
                 ones = torch.ones(L, D // part // 2, dtype=torch.complex128, device=before.device)
                 z, w = Rotation(is_halves, ones).complex(before), Rotation(is_halves ^ is_turned, ones).complex(after)
@@ -162,9 +160,7 @@ def rotary(pair: Pair) -> Iterator[Change]:
 
 def visible(pair: Pair) -> Iterator[Change]:
     """The keys that the port sees."""
-    seen = {
-        ours.number: (theirs.visible, ours.visible) for ours, theirs in pair.sites if ours.visible.shape == theirs.visible.shape
-    }
+    seen = {ours.number: (theirs.visible, ours.visible) for ours, theirs in pair.sites}
     seen = {number: both for number, both in seen.items() if not torch.equal(*both)}
 
     def scores(site: Site, scores: Tensor) -> Tensor:
@@ -186,7 +182,7 @@ def _reach(seen: Tensor) -> str:
 def score_map(pair: Pair) -> Iterator[Change]:
     """The scale and the soft-cap of the scores and of the logits."""
     for ours, theirs in pair.sites:
-        if ours.scores.shape == theirs.scores.shape and (fit := _fit(*_seen(ours, theirs), ours.uncapped[1])):
+        if ours.scores.shape == theirs.scores.shape and (fit := _fit(*_seen(ours, theirs))):
 
             def scores(site: Site, scores: Tensor, factor: float = fit[0], cap: float = fit[1]) -> Tensor:
                 site.chain.append(("map", scores, _capped(site.uncapped[0] * factor, cap)))
@@ -202,9 +198,9 @@ def score_map(pair: Pair) -> Iterator[Change]:
         yield Change(*_map_text("logits", *fit), outputs={"": lambda args, out: _capped(logits * fit[0], fit[1])})
 
 
-def _seen(ours: Site, theirs: Site) -> tuple[Tensor, Tensor]:
-    seen = (ours.scores > LOW) & (theirs.scores > LOW)
-    return ours.uncapped[0][seen], theirs.scores[seen]
+def _seen(ours: Site, theirs: Site) -> tuple[Tensor, Tensor, float]:
+    seen, (plain, cap) = (ours.scores > LOW) & (theirs.scores > LOW), ours.uncapped
+    return plain[seen], theirs.scores[seen], cap
 
 
 def _fit(x: Tensor, y: Tensor, cap: float) -> tuple[float, float, float] | None:
@@ -249,9 +245,8 @@ def heads(pair: Pair) -> Iterator[Change]:
             words = ["tiled", "repeated one by one"]
             text = "key heads are {}, in the reference {}".format(*(words[::-1] if is_tiled else words))
             order = torch.arange(H) // (H // G) if is_tiled else torch.arange(H) % G * (H // G)
-            yield Change(
-                "head-order", text, attention=dict.fromkeys(("key", "value"), lambda site, x, order=order: x[:, order])
-            )
+            reorder = dict.fromkeys(("key", "value"), lambda site, x, order=order: x[:, order])
+            yield Change("head-order", text, attention=reorder)
     text = "heads are {} by a reshape without transpose(1, 2)"
     split = dict.fromkeys(("query", "key", "value"), lambda site, x: x.transpose(1, 2).reshape(x.shape))
     yield Change("head-merge", text.format("split"), attention=split)

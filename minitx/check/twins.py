@@ -24,11 +24,23 @@ LENGTHS = (23, 29, 19, 17, 13, 11, 7, 5, 53, 101, 211)
 MOST = 8
 """The largest number of mistakes that are named."""
 
+MASKS = (
+    ("mask-polarity", "has the other polarity"),
+    ("mask-ignored", "is ignored"),
+    ("mask-positions", "moves positions, unlike in the reference"),
+    ("mask-differs", "hides other keys"),
+)
+"""Findings with hidden tokens, in the order in which they are tried."""
+
 
 class _Function(nn.Module):
     def __init__(self, function: Callable[[Tensor], Any], vocabulary: int) -> None:
         super().__init__()
         self.function, self.config = function, {"vocab_size": vocabulary}
+
+    @classmethod
+    def of(cls, function: Any, vocabulary: int) -> nn.Module:
+        return type(getattr(function, "__name__", "Function"), (cls,), {})(function, vocabulary)
 
     def forward(self, ids: Tensor) -> Any:
         return self.function(ids)
@@ -66,27 +78,20 @@ def twin(
     Raises:
         ValueError: the weights do not fit, or ``ids`` has another shape.
     """
-    names = [getattr(model, "__name__", type(model).__name__) for model in (mine, reference)]
-    tables = [
-        m for model in (mine, reference) if isinstance(model, nn.Module) for m in model.modules() if isinstance(m, nn.Embedding)
-    ]
-    size = tables[0].num_embeddings if tables else 50 if ids is None else int(ids.max()) + 1
-    models = [
-        model if isinstance(model, nn.Module) else type(name, (_Function,), {})(model, size)
-        for name, model in zip(names, (mine, reference), strict=True)
-    ]
+    modules = [m for model in (mine, reference) if isinstance(model, nn.Module) for m in model.modules()]
+    sizes = [m.num_embeddings for m in modules if isinstance(m, nn.Embedding)] + [50 if ids is None else int(ids.max()) + 1]
+    models = [model if isinstance(model, nn.Module) else _Function.of(model, sizes[0]) for model in (mine, reference)]
+    names = [type(model).__name__ for model in models]
     with torch.random.fork_rng(), torch.no_grad(), warnings.catch_warnings(action="ignore"), ExitStack() as wide:
         torch.manual_seed(seed)
         try:
-            try:
-                wide.enter_context(Wide())
-                port, ours = (make_called(model, seed, device, torch.float64) for model in models)
-            except CannotBeCalledError:
-                wide.close()
-                port, ours = (make_called(model, seed, device, torch.float32) for model in models)
+            port, ours = _called(models, seed, device, wide)
         except CannotBeCalledError as faults:
             finding = Finding("cannot-be-called", Severity.FRAGILE, "no way to call the models was found", "", str(faults))
             return Report(names[0], "", seed, (Check("outputs", Status.NOT_TRIED, "a model cannot be called"),), (finding,))
+        for name, called in zip(names, (port, ours), strict=True):
+            if len(called.streams) != 1 or called.stream.width is not None:
+                raise ValueError(f"{name} must read ids (B, L) and nothing else")
         _load(port, ours, models, weights, seed)
         comparison = _Comparison(port, ours, _tokens(port, ours, ids), repeat)
         comparison.explain()
@@ -95,13 +100,21 @@ def twin(
     return Report(names[0], called_as, seed, tuple(comparison.checks), tuple(comparison.findings))
 
 
+def _called(models: Sequence[nn.Module], seed: int, device: Any, wide: ExitStack) -> list[CalledModel]:
+    """Find out how to call copies of the models, in float64 if possible."""
+    try:
+        wide.enter_context(Wide())
+        return [make_called(model, seed, device, torch.float64) for model in models]
+    except CannotBeCalledError:
+        wide.close()
+        return [make_called(model, seed, device, torch.float32) for model in models]
+
+
 def _load(port: CalledModel, ours: CalledModel, models: Sequence[nn.Module], weights: Any, seed: int) -> None:
     """Give the port the weights of the reference."""
     own, state = (model.state_dict() for model in models)
     if weights is None and (own.keys() != state.keys() or not own):
-        sums = [
-            {f"{p.numel()} {p.double().abs().sum():.4g}" for p in tensors.values() if p.dim() > 1} for tensors in (own, state)
-        ]
+        sums = [{f"{p.numel()} {p.double().abs().sum():.4g}" for p in side.values() if p.dim() > 1} for side in (own, state)]
         if own and state and not sums[0] & sums[1]:
             raise ValueError(f"the models have no weight in common; {_names(own, state)}; name a function with weights=")
         for called, model in zip((port, ours), models, strict=True):
@@ -168,6 +181,10 @@ class _Comparison:
             shapes = tuple(self.target.output.shape), tuple(current.output.shape)
             raise ValueError(f"the outputs must have the same shape, got {shapes[0]} and {shapes[1]}")
         self.check("outputs", self.gap(current))
+        window = getattr(self.ours.config, "sliding_window", None) or 0
+        if window + 1 >= self.tokens.shape[1]:
+            reason = f"the rows have {self.tokens.shape[1]} tokens, the window {window}: give longer ids"
+            self.checks.append(Check("window", Status.NOT_TRIED, reason))
         named: dict[tuple[str, str], str] = {}
         while not self.gap(current).is_rounding and len(named) < MOST and (best := self.best(current)) is not None:
             change, after = best
@@ -177,12 +194,8 @@ class _Comparison:
         is_whole = self.gap(current).is_rounding
         for (id, text), witness in named.items():
             end = "this change" if len(named) == 1 else f"all {len(named)} changes"
-            self.find(
-                id,
-                text,
-                witness,
-                f"The reference with {end} equals the port to rounding." if is_whole else "Other differences remain.",
-            )
+            advice = f"The reference with {end} equals the port to rounding." if is_whole else "Other differences remain."
+            self.find(id, text, witness, advice)
         if not is_whole:
             text = "no change in the catalogue reproduces the " + ("remaining difference" if named else "difference")
             self.find("not-named", text, self.witness(current, None))
@@ -251,32 +264,17 @@ class _Comparison:
         for hidden in (slice(1, 3), slice(0, 2)):  # inside, and on the left
             keep = torch.ones(tokens.shape, dtype=torch.bool, device=tokens.device)
             keep[-1, hidden] = False
-            expected = self.trace(self.changes, keep=keep).output
+            expected = self.trace(self.changes, keep).output
             masks = [None if mask is None else {port.stream.name: mask} for mask in (keep, ~keep, None)]
-            outputs = [port.answer({port.stream.name: tokens}, mask) for mask in masks]
-            gaps = [compare(output, expected, self.noise, keep) for output in outputs]
-            if gaps[0].is_rounding:
+            given, inverted, plain = (port.answer({port.stream.name: tokens}, mask) for mask in masks)
+            if (gap := compare(given, expected, self.noise, keep)).is_rounding:
                 break
-        self.check("mask", gaps[0])
-        if gaps[0].is_rounding:
-            return
-        places = {"position_ids": (keep.cumsum(-1) - 1).clamp(min=0)}
-        if (
-            "position_ids" in ours.names
-            and compare(outputs[0], self.trace(self.changes, keep=keep, **places).output, self.noise, keep).is_rounding
-        ):
-            self.find(
-                "mask-positions",
-                "positions are counted without hidden tokens, unlike in the reference",
-                "",
-                severity=Severity.NOTE,
-            )
-            return
-        is_ignored = compare(outputs[0], outputs[2], self.noise, keep).is_rounding
-        id = "mask-polarity" if gaps[1].is_rounding else "mask-ignored" if is_ignored else "mask-differs"
-        words = {
-            "mask-polarity": "has the other polarity",
-            "mask-ignored": "is ignored",
-            "mask-differs": "hides other keys or moves positions",
-        }
-        self.find(id, f"{port.stream.mask} {words[id]}", self.size(gaps[0], (outputs[0] - expected) * keep.unsqueeze(-1)))
+        self.check("mask", gap)
+        if not gap.is_rounding:
+            places = {"position_ids": (keep.cumsum(-1) - 1).clamp(min=0)} if "position_ids" in ours.names else {}
+            sides = (inverted, expected), (given, plain), (given, self.trace(self.changes, keep, **places).output)
+            equal = [compare(*side, self.noise, keep).is_rounding for side in sides]
+            id, text = next((words for words, is_equal in zip(MASKS, equal, strict=False) if is_equal), MASKS[-1])
+            severity = Severity.NOTE if equal[2] and id == "mask-positions" else Severity.WRONG
+            witness = self.size(gap, (given - expected) * keep.unsqueeze(-1))
+            self.find(id, f"{port.stream.mask} {text}", witness, severity=severity)
