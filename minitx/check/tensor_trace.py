@@ -41,7 +41,7 @@ class Change:
     text: str
     outputs: Mapping[Any, Function] = field(default_factory=dict)
     inputs: Mapping[nn.Module, Function] = field(default_factory=dict)
-    tensors: Mapping[Tensor, Tensor] = field(default_factory=dict)
+    tensors: Mapping[Any, Tensor] = field(default_factory=dict)
     attributes: Mapping[tuple[nn.Module, str], Any] = field(default_factory=dict)
     attention: Mapping[str, Function] = field(default_factory=dict)
 
@@ -151,7 +151,7 @@ class Trace(TorchFunctionMode):
         self._sums = torch.randn(3, ids.numel(), generator=generator, dtype=torch.float64).to(ids.device)
         with ExitStack() as stack:
             for change in changes:
-                for parameter, value in change.tensors.items():
+                for parameter, value in [(parameter, value.clone()) for parameter, value in change.tensors.items()]:
                     stack.callback(parameter.data.copy_, parameter.data.clone())
                     parameter.data.copy_(value)
                 for (module, name), value in change.attributes.items():

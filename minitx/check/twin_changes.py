@@ -319,15 +319,13 @@ def siblings(pair: Pair) -> Iterator[Change]:
         layer, name = re.match(r"\D*\d+\.", a), (pattern(a), pattern(b))
         if layer and b.startswith(layer[0]) and shapes[a] == shapes[b] and name not in done and {a, b} & pair.suspects:
             done.add(name)
-            couples = list(zip(pair.alike(a), pair.alike(b), strict=False))
-            given = {
-                p: q.detach().clone() for one, two in couples for p, q in zip(one.parameters(), two.parameters(), strict=True)
-            }
-            back = {
-                q: p.detach().clone() for one, two in couples for p, q in zip(one.parameters(), two.parameters(), strict=True)
-            }
+            couples = [
+                zip(one.parameters(), two.parameters(), strict=True)
+                for one, two in zip(pair.alike(a), pair.alike(b), strict=False)
+            ]
+            given = {p: q for couple in couples for p, q in couple}
             if a < b:
-                yield Change("swapped-weights", f"{a} and {b} are swapped", tensors=given | back)
+                yield Change("swapped-weights", f"{a} and {b} are swapped", tensors=given | {q: p for p, q in given.items()})
             yield Change("swapped-weights", f"{b} takes the place of {a}", tensors=given)
 
 
@@ -340,13 +338,8 @@ def norms(pair: Pair) -> Iterator[Change]:
         if inner.value.shape == outer.value.shape and len(shapes) == 1 and len(next(iter(shapes))) == 1:
             found.setdefault(path.rpartition(".")[0], []).append(path)
     for path in [path for paths in found.values() for path in paths if path in pair.suspects]:
-        module = pair.modules[path]
-        kin = [
-            m
-            for n, m in pair.modules.items()
-            if type(m) is type(module) and n in pair.leaves and m.weight.shape == module.weight.shape
-        ]
-        layers = [m for n, m in pair.modules.items() if m in kin and "*" in pattern(n)]
+        kin = [m for m in pair.modules.values() if _kind(m) == _kind(pair.modules[path])]
+        layers = [m for name, m in pair.modules.items() if m in kin and "*" in pattern(name)]
         for scope in (kin, layers, pair.alike(path)):
             if scope and (key := frozenset(scope)) not in done:
                 done.add(key)
@@ -363,21 +356,19 @@ def norms(pair: Pair) -> Iterator[Change]:
 
 
 def _other_norms(pair: Pair, scope: list[Any], features: int) -> Iterator[Change]:
+    weights = [next(module.parameters()) for module in scope]
     for offset, text in ((1, "1 + weight, in the reference by weight"), (-1, "weight, in the reference by 1 + weight")):
-        weights = {module.weight: module.weight.detach() + offset for module in scope}
-        yield Change("norm-weight", f"the norm multiplies by {text}", tensors=weights)
+        yield Change("norm-weight", f"the norm multiplies by {text}", tensors={p: p + offset for p in weights})
     centred: dict[nn.Module, Function] = {m: lambda args: (args[0] - args[0].mean(-1, keepdim=True), *args[1:]) for m in scope}
     yield Change("norm-kind", "the norm subtracts the mean, unlike in the reference", inputs=centred)
     names = [name for name, value in vars(scope[0]).items() if isinstance(value, float) and 0 <= value < 0.01]
     eps = getattr(scope[0], names[0]) if names else 0.0
-    for other in [10.0**-n for n in range(2, 13)] if names else []:
-        if other != eps:
-            yield Change(
-                "norm-eps", f"eps is {other:.0e}, in the reference {eps:.0e}", attributes={(m, names[0]): other for m in scope}
-            )
+    for other in [10.0**-n for n in range(2, 13) if 10.0**-n != eps] if names else []:
+        values = {(module, names[0]): other for module in scope}
+        yield Change("norm-eps", f"eps is {other:.0e}, in the reference {eps:.0e}", attributes=values)
     D = pair.reference.sites[0].query.shape[-1] if pair.reference.sites else features
-    if features > D and scope[0].weight.numel() in (D, features):
-        words = ["all heads", "each head"] if scope[0].weight.numel() == D else ["each head", "all heads"]
+    if features > D and weights[0].numel() in (D, features):
+        words = ["all heads", "each head"] if weights[0].numel() == D else ["each head", "all heads"]
 
         def hook(args: tuple, out: Tensor) -> Tensor:
             square = args[0].square()
@@ -386,9 +377,12 @@ def _other_norms(pair: Pair, scope: list[Any], features: int) -> Iterator[Change
             other = square.mean((*heads, -1), keepdim=True) if heads else by_head
             return out * ((square.mean(-1, keepdim=True) + eps) / (other + eps)).sqrt()
 
-        yield Change(
-            "norm-heads", "the norm is over {}, in the reference over {}".format(*words), outputs=dict.fromkeys(scope, hook)
-        )
+        text = "the norm is over {}, in the reference over {}".format(*words)
+        yield Change("norm-heads", text, outputs=dict.fromkeys(scope, hook))
+
+
+def _kind(module: nn.Module) -> Any:
+    return type(module), [p.shape for p in module.parameters()]
 
 
 def _late(modules: list[Any]) -> Function:
@@ -401,13 +395,8 @@ def activations(pair: Pair) -> Iterator[Change]:
     for step in pair.reference.steps:
         is_module = step.path in pair.leaves and step.kind == "out" and not list(pair.modules[step.path].parameters())
         x = pair.reference.flat(step.args[0]) if step.args and (is_module or step.kind in ("gelu", "silu", "relu")) else None
-        if (
-            x is None
-            or step.key in done
-            or (is_module and step.path not in pair.suspects)
-            or x.shape != step.value.shape
-            or _is_close(x, step.value)
-        ):
+        is_other = x is None or x.shape != step.value.shape or (is_module and step.path not in pair.suspects)
+        if x is None or is_other or step.key in done or _is_close(x, step.value):
             continue
         done.add(step.key)
         for name, function in ACTIVATIONS.items():
@@ -460,8 +449,7 @@ def tables(pair: Pair) -> Iterator[Change]:
         for name, module in pair.modules.items():
             weight = getattr(module, "weight", None)
             if isinstance(weight, Tensor) and weight.shape == table.weight.shape and weight is not table.weight:
-                tied = {weight: table.weight.detach()}
-                yield Change("tying", f"the weights of {path} are those of {name}, too", tensors=tied)
+                yield Change("tying", f"the weights of {path} are those of {name}, too", tensors={weight: table.weight})
         if len(found) > 1:
             yield Change("multiplier", f"{path} is not added", outputs={table: lambda args, out: 0 * out})
             for n in (1, 2, -1):
@@ -477,12 +465,14 @@ def biases(pair: Pair) -> Iterator[Change]:
     """A bias that is not added."""
     found = {pattern(path): path for path, p in pair.model.named_parameters() if path.endswith("bias") and p.any()}
     for name, path in found.items():
-        zeros: dict[Tensor, Tensor] = {p: torch.zeros_like(p) for n, p in pair.model.named_parameters() if pattern(n) == name}
+        zeros = {p: torch.zeros_like(p) for n, p in pair.model.named_parameters() if pattern(n) == name}
         yield Change("bias-missing", f"{path} is not added", tensors=zeros)
 
 
-CATALOGUE = (rotary, visible, score_map, heads, norms, multipliers, activations, splits, siblings, tables, biases)
-"""Measured changes first: they are few, and seldom fit by accident."""
+MEASURED = (rotary, visible, score_map, heads)
+"""Changes that seldom fit by accident."""
+
+CATALOGUE = (*MEASURED, norms, multipliers, activations, splits, siblings, tables, biases)
 
 
 def _is_close(x: Tensor, y: Tensor, tolerance: float = CLOSE) -> bool:

@@ -15,7 +15,7 @@ from minitx.check.called_model import CalledModel, CannotBeCalledError, find_for
 from minitx.check.properties import Gap, compare, rounding
 from minitx.check.results import Check, Finding, Report, Severity, Status
 from minitx.check.tensor_trace import Change, Trace, Wide, matched
-from minitx.check.twin_changes import CATALOGUE, Pair
+from minitx.check.twin_changes import CATALOGUE, MEASURED, Pair
 
 State = Mapping[str, Tensor]
 LENGTHS = (23, 29, 19, 17, 13, 11, 7, 5, 53, 101, 211)
@@ -23,6 +23,9 @@ LENGTHS = (23, 29, 19, 17, 13, 11, 7, 5, 53, 101, 211)
 
 MOST = 8
 """The largest number of mistakes that are named."""
+
+UNFIT = (RuntimeError, ValueError, IndexError, TypeError, AttributeError)
+"""Errors of a change that does not fit the model."""
 
 MASKS = (
     ("mask-polarity", "has the other polarity"),
@@ -201,16 +204,16 @@ class _Comparison:
             self.find("not-named", text, self.witness(current, None))
 
     def best(self, current: Trace) -> tuple[Change, Trace] | None:
-        """Return the change that makes most further tensors equal, from the first part of the catalogue that reaches a module."""
+        """Return the change that makes most further tensors equal, and the call with it."""
         pair, best, most = Pair(self.target, current, self.ours.model), None, 0
         is_module = torch.tensor([step.kind in ("in", "out") for step in self.target.steps]).to(pair.is_matched.device)
         for generate in CATALOGUE:
             has_module = False
-            with contextlib.suppress(RuntimeError, ValueError, IndexError):  # nothing can be measured
+            with contextlib.suppress(*UNFIT):
                 for change in generate(pair):
                     try:
                         trace = self.trace([*self.changes, change])
-                    except (RuntimeError, ValueError, IndexError, TypeError):  # the change does not fit the model
+                    except UNFIT:
                         continue
                     now = matched(self.target.steps, trace.steps)
                     gained = now & ~pair.is_matched
@@ -219,7 +222,7 @@ class _Comparison:
                         return change, trace
                     if gain > most:
                         best, most, has_module = (change, trace), gain, bool((gained & is_module).any())
-            if has_module:
+            if has_module and generate in MEASURED:
                 break
         return best
 
