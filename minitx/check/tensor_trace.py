@@ -230,8 +230,9 @@ class Trace(TorchFunctionMode):
         return func(left, right)
 
     def _changed(self, name: str, tensor: Tensor) -> Tensor:
-        for change in self.changes:
-            tensor = change.attention[name](self.sites[-1], tensor) if name in change.attention else tensor
+        for function in [change.attention[name] for change in self.changes if name in change.attention]:
+            tensor = function(self.sites[-1], tensor)
+            self._record(self.sites[-1].path, name, name, tensor, ())
         return tensor
 
     def _heads(self, tensor: Tensor) -> Tensor:

@@ -452,7 +452,7 @@ def tables(pair: Pair) -> Iterator[Change]:
                 yield Change("tying", f"the weights of {path} are those of {name}, too", tensors={weight: table.weight})
         if len(found) > 1:
             yield Change("multiplier", f"{path} is not added", outputs={table: lambda args, out: 0 * out})
-            for n in (1, 2, -1):
+            for n in (1, 2, -1, -2):
                 hooks: dict[nn.Module, Function] = {table: _shifted(n, table.num_embeddings)}
                 yield Change("position-offset", f"the rows of {path} are read {n:+d} further", inputs=hooks)
 
