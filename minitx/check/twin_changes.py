@@ -87,7 +87,7 @@ class Rotation:
     @property
     def angles(self) -> Tensor:
         """Return the angle between two positions for each pair."""
-        return torch.angle(self.table[1] * self.table[0].conj())
+        return torch.angle(self.table[2] * self.table[1].conj())
 
     def __str__(self) -> str:
         f = self.angles
@@ -97,6 +97,8 @@ class Rotation:
         is_plain = torch.allclose(f, f[0] * base ** (-torch.arange(len(f)).to(f) / len(f)), rtol=1e-3)
         words = f"theta {_number(base)}" if is_plain else f"frequencies {', '.join(map(_number, f[:4].tolist()))}"
         words += f", angles times {_number(float(f[0]))}" if is_plain and abs(f[0] - 1) > 1e-5 else ""
+        start = float(torch.angle(self.table[1])[0] / f[0]) - 1
+        words += f", positions from {_number(start)}" if abs(start) > 1e-5 else ""
         pairs = f"halves (i, i + {len(f)})" if self.is_halves else "pairs (2i, 2i + 1)"
         return f"rotation of {pairs} in {2 * len(f)} dimensions, {words}"
 
@@ -243,10 +245,11 @@ def heads(pair: Pair) -> Iterator[Change]:
         if 1 < (G := len(distinct)) < H:
             is_tiled = distinct == list(range(G))
             words = ["tiled", "repeated one by one"]
-            text = "key heads are {}, in the reference {}".format(*(words[::-1] if is_tiled else words))
+            text = "{{}} heads are {}, in the reference {}".format(*(words[::-1] if is_tiled else words))
             order = torch.arange(H) // (H // G) if is_tiled else torch.arange(H) % G * (H // G)
-            reorder = dict.fromkeys(("key", "value"), lambda site, x, order=order: x[:, order])
-            yield Change("head-order", text, attention=reorder)
+            for names in (("key", "value"), ("key",), ("value",)):
+                reorder = dict.fromkeys(names, lambda site, x, order=order: x[:, order])
+                yield Change("head-order", text.format(" and ".join(names)), attention=reorder)
     text = "heads are {} by a reshape without transpose(1, 2)"
     split = dict.fromkeys(("query", "key", "value"), lambda site, x: x.transpose(1, 2).reshape(x.shape))
     yield Change("head-merge", text.format("split"), attention=split)
@@ -409,8 +412,11 @@ def activations(pair: Pair) -> Iterator[Change]:
 def multipliers(pair: Pair) -> Iterator[Change]:
     """A sum with other factors, or an output times a constant."""
     done: set[str] = set()
-    for step, is_shared in zip(pair.reference.steps, pair.is_shared.tolist(), strict=True):
-        if is_shared or step.key in done or step.kind == "in":
+    last = max([0, *pair.is_shared.nonzero().flatten().tolist()])
+    for number in range(max(0, last - 60), min(len(pair.reference.steps), last + 60)):
+        step, is_shared = pair.reference.steps[number], bool(pair.is_shared[number])
+        is_table = isinstance(pair.modules.get(step.key), nn.Embedding)
+        if (is_shared and not is_table) or step.key in done or step.kind == "in":
             continue
         parts = [pair.reference.flat(part) for part in step.args[:2]] if step.kind in SUMS else [step.value]
         if any(part is None or part.shape != step.value.shape for part in parts):
@@ -418,7 +424,7 @@ def multipliers(pair: Pair) -> Iterator[Change]:
         done.add(step.key)
         columns = torch.stack([part.flatten() for part in parts if part is not None], 1)
         where, is_sum, found = step.path or "the model", len(parts) == 2, list[list[float]]()
-        for other in pair.near(step.value.shape[-1], is_new=is_sum):
+        for other in pair.near(step.value.shape[-1], is_new=is_sum or is_shared):
             factors = torch.linalg.lstsq(columns, other.reshape(-1, 1)).solution.flatten()
             is_other = factors.norm() > 1e-3 and not _is_close(factors, torch.ones_like(factors))
             found += [factors.tolist()] if is_other and _is_close(columns @ factors, other.flatten()) else []
@@ -430,8 +436,6 @@ def multipliers(pair: Pair) -> Iterator[Change]:
             hook = _combined(a, b) if is_sum else _scaled(a)
             hooks: dict[Any, Function] = dict.fromkeys(pair.alike(step.path), hook) if step.kind == "out" else {step.key: hook}
             yield Change("multiplier", f"{where}: {text}", outputs=hooks)
-        if len(done) > 40:
-            return
 
 
 def _combined(a: float, b: float) -> Function:
@@ -472,7 +476,7 @@ def biases(pair: Pair) -> Iterator[Change]:
 MEASURED = (rotary, visible, score_map, heads)
 """Changes that seldom fit by accident."""
 
-CATALOGUE = (*MEASURED, norms, multipliers, activations, splits, siblings, tables, biases)
+CATALOGUE = (*MEASURED, multipliers, norms, activations, splits, siblings, tables, biases)
 
 
 def _is_close(x: Tensor, y: Tensor, tolerance: float = CLOSE) -> bool:

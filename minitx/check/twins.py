@@ -148,8 +148,8 @@ def _names(own: State, given: State) -> str:
 def _tokens(port: CalledModel, ours: CalledModel, ids: Tensor | None) -> Tensor:
     """Two rows of ids, or the given rows."""
     if ids is not None:
-        if ids.dim() != 2 or ids.is_floating_point() or ids.shape[1] < 2:
-            raise ValueError(f"ids must be int (B, L) with L of 2 or more, got {ids.dtype} {tuple(ids.shape)}")
+        if ids.dim() != 2 or ids.is_floating_point() or ids.shape[1] < 3:
+            raise ValueError(f"ids must be int (B, L) with L of 3 or more, got {ids.dtype} {tuple(ids.shape)}")
         ids = ids if len(ids) > 1 else torch.cat((ids, ids.roll(1, 1)))  # two rows tell tokens from positions
         return ids.to(port.device)
     sizes = {size for called in (port, ours) for p in called.model.parameters() for size in p.shape}
