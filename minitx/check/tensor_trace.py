@@ -1,4 +1,4 @@
-"""Trace one call of a model: its tensors, the attention inside it, and what it computes if steps are changed."""
+"""Trace one call of a model: tensors, attention, and the output after changes of some steps."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Site:
 
 
 class Wide(TorchFunctionMode):
-    """Compute in float64 what a float64 model computes in lower precision."""
+    """Keep the steps of a float64 model in float64."""
 
     def __enter__(self) -> Wide:
         self.default = torch.get_default_dtype()
@@ -309,7 +309,7 @@ def _attention(
 
 
 def _einsum(equation: Any, *operands: Any) -> Tensor | None:
-    """Compute a product of two tensors by ``matmul`` if each has one axis of its own, or return None."""
+    """Compute a product of two tensors by ``matmul`` if each has exactly one axis that the other lacks, or return None."""
     if not isinstance(equation, str) or not re.fullmatch(r"\w+,\w+->\w+", equation.replace(" ", "")):
         return None
     left, right, out = re.split(",|->", equation.replace(" ", ""))

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from minitx.check.called_model import CalledModel, CannotBeCalledError, find_forms, limit_of, make_called
+from minitx.check.catalogue import CATALOGUE, MEASURED, Pair
 from minitx.check.properties import Gap, compare, rounding
 from minitx.check.results import Check, Finding, Report, Severity, Status
 from minitx.check.tensor_trace import Change, Trace, Wide, matched
-from minitx.check.twin_changes import CATALOGUE, MEASURED, Pair
 
 State = Mapping[str, Tensor]
 LENGTHS = (23, 29, 19, 17, 13, 11, 7, 5, 53, 101, 211)
@@ -33,7 +33,7 @@ MASKS = (
     ("mask-positions", "moves positions, unlike in the reference"),
     ("mask-differs", "hides other keys"),
 )
-"""Findings with hidden tokens, in the order in which they are tried."""
+"""Findings with hidden tokens, tried in this order."""
 
 
 class _Function(nn.Module):
@@ -71,7 +71,7 @@ def twin(
         reference: the same.
         ids: int (B, L). Default: two random rows.
         weights: a function from the state dict of the reference to that of the port. Default: the reference's weights if the names are
-            equal; otherwise both models are used as they are.
+            equal; otherwise both models keep their weights.
         seed: the seed of the tokens, and of the noise that replaces constant weights. device: the device of the copies.
         repeat: the command that repeats the report.
 
@@ -227,7 +227,7 @@ class _Comparison:
         return best
 
     def witness(self, before: Trace, after: Trace | None) -> str:
-        """Return where the port first differs, by how much, and for which token."""
+        """Return the first module that differs, the size, and the first token."""
         was = matched(self.target.steps, before.steps)
         if after is None:  # the first without an equal, after the last with one
             fresh = self.target.steps[max([-1, *was.nonzero().flatten().tolist()]) + 1 :]

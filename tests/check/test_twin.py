@@ -164,7 +164,7 @@ def test_a_right_port_in_another_layout_is_equal():
 def test_functions_of_ids_are_compared():
     reference = model()
     report = twin(lambda ids: reference(ids) / 4, reference, torch.arange(12).view(2, 6))
-    assert [finding.fault for finding in report.findings] == ["logits are 0.25 times those of the reference"]
+    assert [finding.fault for finding in report.findings] == ["logits are 0.25 times the reference's"]
 
 
 def test_the_models_keep_their_weights():

@@ -233,7 +233,7 @@ def _map_text(what: str, factor: float, cap: float, ours: float, width: int = 1)
     if abs(factor - 1) > CLOSE:
         names = {width**0.5: " (√d_k)", width**-0.5: " (1/√d_k)"}
         name = next((name for value, name in names.items() if width > 1 and abs(factor / value - 1) < 1e-5), "")
-        return "scale" if what == "scores" else "multiplier", f"{what} are {_number(factor)}{name} times those of the reference"
+        return "scale" if what == "scores" else "multiplier", f"{what} are {_number(factor)}{name} times the reference's"
     words = ["no soft-cap" if t == torch.inf else f"a soft-cap of {_number(t)}" for t in (cap, ours)]
     return "soft-cap", f"{what} have {words[0]}, in the reference {words[1]}"
 
@@ -430,12 +430,11 @@ def multipliers(pair: Pair) -> Iterator[Change]:
             found += [factors.tolist()] if is_other and _is_close(columns @ factors, other.flatten()) else []
         found.sort(key=lambda factors: -min(map(abs, factors)))
         for a, b in [[*factors, 0.0][:2] for factors in found[:1]] + [(0.0, 1.0), (1.0, 0.0)] * is_sum:
-            text = (
-                f"the sum is {_number(a)} x + {_number(b)} y" if is_sum else f"{_number(a)} times the output of the reference"
-            )
+            word = "sum" if is_sum else "output" if step.kind == "out" else step.kind
+            text = f"{_number(a)} x + {_number(b)} y" if is_sum else f"{_number(a)} times that of the reference"
             hook = _combined(a, b) if is_sum else _scaled(a)
             hooks: dict[Any, Function] = dict.fromkeys(pair.alike(step.path), hook) if step.kind == "out" else {step.key: hook}
-            yield Change("multiplier", f"{where}: {text}", outputs=hooks)
+            yield Change("multiplier", f"the {word} in {where} is {text}", outputs=hooks)
 
 
 def _combined(a: float, b: float) -> Function:
@@ -453,7 +452,7 @@ def tables(pair: Pair) -> Iterator[Change]:
         for name, module in pair.modules.items():
             weight = getattr(module, "weight", None)
             if isinstance(weight, Tensor) and weight.shape == table.weight.shape and weight is not table.weight:
-                yield Change("tying", f"the weights of {path} are those of {name}, too", tensors={weight: table.weight})
+                yield Change("tying", f"{name} has the weights of {path}", tensors={weight: table.weight})
         if len(found) > 1:
             yield Change("multiplier", f"{path} is not added", outputs={table: lambda args, out: 0 * out})
             for n in (1, 2, -1, -2):
