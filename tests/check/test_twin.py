@@ -116,7 +116,8 @@ def test_two_mistakes_are_both_named():
 
 
 def test_a_mistake_outside_the_catalogue_is_not_named():
-    report = twin(model(("silu(gate)", "silu(gate).roll(1, 1)")), model())
+    one_layer = ("in range(2)", "in range(1)")
+    report = twin(model(one_layer, ("silu(gate)", "silu(gate).roll(1, 1)")), model(one_layer))
     assert [finding.id for finding in report.findings] == ["not-named"]
     assert "first module: blocks.0 (Block), before blocks.0.down" in report.findings[0].witness
 
