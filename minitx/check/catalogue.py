@@ -103,10 +103,12 @@ class Rotation:
         return f"rotation of {pairs} in {2 * len(f)} dimensions, {words}"
 
     def complex(self, x: Tensor) -> Tensor:
+        """Return the rotated dimensions of (B, H, L, D) as complex numbers."""
         x = x[..., : 2 * self.table.shape[1]].double()
         return torch.view_as_complex((x.unflatten(-1, (2, -1)).mT if self.is_halves else x.unflatten(-1, (-1, 2))).contiguous())
 
     def apply(self, x: Tensor, back: bool = False) -> Tensor:
+        """Rotate (B, H, L, D), or undo the rotation."""
         y = torch.view_as_real(self.complex(x) * (1 / self.table if back else self.table))
         return torch.cat(((y.mT if self.is_halves else y).flatten(-2), x[..., 2 * self.table.shape[1] :]), -1).to(x.dtype)
 

@@ -183,6 +183,8 @@ class _Comparison:
         if current.output.shape != self.target.output.shape:
             shapes = tuple(self.target.output.shape), tuple(current.output.shape)
             raise ValueError(f"the outputs must have the same shape, got {shapes[0]} and {shapes[1]}")
+        if not (current.steps and self.target.steps):
+            raise ValueError("an output is the same for all tokens: there is nothing to compare")
         self.check("outputs", self.gap(current))
         window = getattr(self.ours.config, "sliding_window", None) or 0
         if window + 1 >= self.tokens.shape[1]:

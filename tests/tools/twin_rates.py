@@ -112,6 +112,24 @@ MISTAKES = [
     Mistake("phi3", "heads tiled", "head-order", "layers.0.self_attn", "t[:, :, None].expand(-1, -1, self.heads // self.groups, -1, -1)", "t[:, None].expand(-1, self.heads // self.groups, -1, -1, -1)"),
     Mistake("phi3", "rotated backwards", "rotary", "layers.0.self_attn", "torch.cat((-b, a), dim=-1)", "torch.cat((b, -a), dim=-1)"),
 ]  # fmt: skip
+LATER = [
+    Mistake("gpt2","eps 1e-3 in the last norm","norm-eps","ln_f","self.ln_f = nn.LayerNorm(config.n_embd)","self.ln_f = nn.LayerNorm(config.n_embd, eps=1e-3)"),
+    Mistake("gpt2","no bias in the projection","bias-missing","blocks.0.attn","return self.c_proj(","return F.linear(weight=self.c_proj.weight, input="),
+    Mistake("llama","values tiled","head-order","layers.0.attn","k, v = (t.repeat_interleave(self.heads // self.groups, dim=1) for t in (k, v))","k = k.repeat_interleave(self.heads // self.groups, dim=1)\n        v = v.repeat(1, self.heads // self.groups, 1, 1)"),
+    Mistake("llama","a window of 6","visible","layers.0.attn",".triu(1)",".triu(1) | torch.ones(L, L, dtype=torch.bool).tril(-6)"),
+    Mistake("llama","residual after the norm","multiplier|residual","layers.0","return x + self.w2","return h + self.w2"),
+    Mistake("gemma2","scaled twice","scale","blocks.0.attn","scores = torch.tanh(scores /","scores = torch.tanh(scores / 4 /"),
+    Mistake("gemma2","no norm before the MLP","norm-missing","blocks.0","h = self.norms[2](x)","h = x"),
+    Mistake("qwen3","keys without a norm","norm-missing","layers.0.self_attn","self.q_norm(q), self.k_norm(k)","self.q_norm(q), k"),
+    Mistake("gpt_neox","values rotated, too","rotary","blocks.0","        scores = torch.einsum","        v = rotate(v, self.dims, 10000.0)\n        scores = torch.einsum"),
+    Mistake("phi3","keys one position further","rotary","layers.0.self_attn","self.rotate(k, cos, sin)","self.rotate(k, cos.roll(1, 0), sin.roll(1, 0))"),
+    Mistake("qwen3","half of a head rotated","rotary","layers.0.self_attn","q, k = rope(q, angles), rope(k, angles)","q, k = (torch.cat((rope(t[..., :4], angles[:, :2]), t[..., 4:]), -1) for t in (q, k))"),
+    Mistake("gpt_neox","relu","activation","blocks.0","F.gelu","F.relu"),
+    Mistake("phi3","squares in the norm without mean","norm-kind|multiplier","layers.0.norm1","wide.pow(2).mean(-1, keepdim=True)","wide.pow(2).sum(-1, keepdim=True)"),
+    Mistake("llama","embedding scaled","multiplier","|layers.0","x = self.tok(ids)","x = self.tok(ids) * 8"),
+    Mistake("phi3","logits of the second norm","swapped-weights|multiplier","","return self.lm_head(self.norm(x))","return self.lm_head(self.layers[1].norm2(x))"),
+]  # fmt: skip
+"""Mistakes of other kinds, several outside the catalogue."""
 
 PORTS = Path(__file__).parent / "ports"
 FAMILIES = {"gpt2": "GPT2", "llama": "Llama", "gemma2": "Gemma2", "qwen3": "Qwen3", "gpt_neox": "GPTNeoX", "phi3": "Phi3"}
@@ -221,7 +239,7 @@ def pairs(number: int) -> list[tuple[Mistake, Mistake]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", default="", help="mistakes whose family and name have these words")
+    parser.add_argument("--only", default="", help="mistakes whose kind, family and name have these words")
     parser.add_argument("--pairs", type=int, default=0, help="the number of random pairs of mistakes")
     parser.add_argument("--right", action="store_true", help="compare right implementations")
     options = parser.parse_args()
@@ -254,9 +272,9 @@ def main() -> None:
                 lambda findings, both=both: are_named(both, findings),
             )
     else:
-        for number, mistake in enumerate(MISTAKES):
-            if options.only in f"{mistake.family} {mistake.name}":
-                kind = "held out" if number in held_out() else "mistake"
+        for number, mistake in enumerate([*MISTAKES, *LATER]):
+            kind = "held out" if number in held_out() else "mistake" if number < len(MISTAKES) else "later"
+            if options.only in f"{kind} {mistake.family} {mistake.name}":
                 call = lambda mistake=mistake: report(mistake.family, [mistake])  # noqa: E731
                 row(kind, f"{mistake.family}: {mistake.name}", call, lambda f, m=mistake: len(f) == 1 and is_named(m, f[0]))
     print(dict(hits), f"{max(seconds):.1f} seconds at most, {sum(seconds):.0f} in all")
