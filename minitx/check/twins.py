@@ -84,6 +84,7 @@ def twin(
     modules = [m for model in (mine, reference) if isinstance(model, nn.Module) for m in model.modules()]
     sizes = [m.num_embeddings for m in modules if isinstance(m, nn.Embedding)] + [50 if ids is None else int(ids.max()) + 1]
     models = [model if isinstance(model, nn.Module) else _Function.of(model, sizes[0]) for model in (mine, reference)]
+    models = [getattr(model, "_orig_mod", model) for model in models]  # of torch.compile
     names = [type(model).__name__ for model in models]
     with torch.random.fork_rng(), torch.no_grad(), warnings.catch_warnings(action="ignore"), ExitStack() as wide:
         torch.manual_seed(seed)
@@ -274,12 +275,14 @@ class _Comparison:
             given, inverted, plain = (port.answer({port.stream.name: tokens}, mask) for mask in masks)
             if (gap := compare(given, expected, self.noise, keep)).is_rounding:
                 break
-        self.check("mask", gap)
-        if not gap.is_rounding:
+        if gap.is_rounding:
+            self.check("mask", gap)
+        else:
             places = {"position_ids": (keep.cumsum(-1) - 1).clamp(min=0)} if "position_ids" in ours.names else {}
             sides = (inverted, expected), (given, plain), (given, self.trace(self.changes, keep, **places).output)
-            equal = [compare(*side, self.noise, keep).is_rounding for side in sides]
-            id, text = next((words for words, is_equal in zip(MASKS, equal, strict=False) if is_equal), MASKS[-1])
-            severity = Severity.NOTE if equal[2] and id == "mask-positions" else Severity.WRONG
+            gaps = [compare(*side, self.noise, keep) for side in sides]
+            id, text = next((words for words, other in zip(MASKS, gaps, strict=False) if other.is_rounding), MASKS[-1])
+            severity = Severity.NOTE if id == "mask-positions" else Severity.WRONG
+            self.check("mask", gaps[2] if severity == Severity.NOTE else gap)
             witness = self.size(gap, (given - expected) * keep.unsqueeze(-1))
             self.find(id, f"{port.stream.mask} {text}", witness, severity=severity)
