@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from minitx.check import Status, twin
+from minitx.check.tensor_trace import Change, Trace
 from minitx.cli.check import main
 
 REFERENCE = """
@@ -174,6 +175,18 @@ def test_the_models_keep_their_weights():
     twin(mine, reference)
     assert all(torch.equal(p, q) for p, q in zip(before, [p for m in (mine, reference) for p in m.parameters()], strict=True))
     assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_change_ends_with_its_call():
+    changed, ids = model(), torch.arange(14).view(2, 7)
+    before = [p.clone() for p in changed.parameters()]
+    plus_one = {changed.norm.weight: changed.norm.weight + 1}
+    with torch.no_grad():
+        plain = Trace(changed, lambda: changed(ids), ids).output
+        for change in (Change("", "", tensors=plus_one), Change("", "", attributes={(changed.norm, "eps"): 1.0})):
+            assert not torch.equal(Trace(changed, lambda: changed(ids), ids, [change]).output, plain)
+            assert torch.equal(changed(ids), plain)
+    assert all(torch.equal(p, q) for p, q in zip(before, changed.parameters(), strict=True))
 
 
 @pytest.mark.parametrize(
