@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     )
     from minitx.check.mutants import mutant
     from minitx.check.results import Check, Finding, Report, Severity, Status
+    from minitx.check.twins import twin
 
 __all__ = [
     "Check",
@@ -35,6 +36,7 @@ __all__ = [
     "check_attention",
     "check_model",
     "mutant",
+    "twin",
 ]
 
 __getattr__, __dir__ = on_first_use(__name__)

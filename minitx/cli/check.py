@@ -8,6 +8,7 @@ import inspect
 import os
 import shlex
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 HELP = """python scripts/check.py FILE.py:NAME [key=value ...]
 python scripts/check.py model=FOLDER [key=value ...]
+python scripts/check.py FILE.py:NAME like=FILE.py:NAME [key=value ...]
 
 NAME is a function of queries, keys and values, a layer with projections, a model, or a class or function that returns one.
 Python runs the file with your permissions. FOLDER is a Hugging Face folder, a checkpoint or the folder of a run; their code
@@ -37,6 +39,8 @@ class CheckConfig(Config):
         target: FILE.py:NAME; target= may be omitted.
         model: a Hugging Face folder, a checkpoint or the folder of a run, instead of FILE.py:NAME.
         only: properties of a model to check, such as causality,padding.
+        like: the reference of a port: FILE.py:NAME or a folder; reports why the two models differ.
+        weights: FILE.py:NAME of a function from the state dict of the reference to that of the port; null: equal names or equal weights.
         expect: what an output may depend on: causal, bidirectional or window:4, and relative for positions; null: a model that declares
             nothing is only described.
         trust: build any class that a checkpoint names. This can run arbitrary code.
@@ -55,6 +59,8 @@ class CheckConfig(Config):
     target: FilePath = ""
     model: FilePath = ""
     only: str | None = None
+    like: FilePath = ""
+    weights: FilePath = ""
     expect: str | None = None
     trust: bool = False
     stage: Literal[1, 2, 3, 4, 5] | None = None
@@ -79,6 +85,14 @@ class CheckConfig(Config):
         is_alone = self.call is None or bool(self.target) or ".py:" in self.call
         require(is_alone, f"call={self.call} needs a file, because model= has none: call=FILE.py:{self.call}")
         require(not (self.strict and self.call), "strict=true and call cannot be combined: remove one of them")
+        require(
+            not self.like or not (self.strict or self.stage or self.mask or self.only or self.expect or self.call),
+            "only, expect, call, stage, strict and mask cannot be combined with like: remove them",
+        )
+        require(bool(self.like) or not self.weights, "weights is for a reference: add like=FILE.py:NAME")
+        require(
+            not self.weights or ".py:" in self.weights, f"weights={self.weights} must be FILE.py:NAME, such as mine.py:convert"
+        )
         require(not self.strict or self.stage is None, "strict=true and stage cannot be combined: remove one of them")
         if self.json and not Path(self.json).absolute().parent.is_dir():
             raise ConfigError(f"json={self.json} is in a folder that does not exist")
@@ -98,10 +112,12 @@ def main() -> int:
 
 
 def _run_check(config: CheckConfig) -> Report:
-    path, _, name = config.target.rpartition(":")
-    subject = _loaded(config) if config.model else _object(_module(path), path, name)
+    subject = _loaded(config.model, "model", config.trust) if config.model else _named(config.target)
     adapter = _adapter(config)
-    report = _model_report(subject, config, adapter) if config.model else _report(subject, config, adapter)
+    if config.like:
+        report = _twin_report(subject, config)
+    else:
+        report = _model_report(subject, config, adapter) if config.model else _report(subject, config, adapter)
     if config.json:
         with refusing(f"json={config.json} cannot be written: ", (OSError,)):
             Path(config.json).write_text(report.json(), encoding="utf-8")
@@ -143,7 +159,7 @@ def _model_report(model: Any, config: CheckConfig, adapter: Any) -> Report:
     repeat += " trust=true" * config.trust + (f" device={config.device}" if config.device != "cpu" else "")
     if sys.stderr.isatty():  # some seconds without output follow
         sys.stderr.write(f"checking {type(model).__name__} ...\n")
-    with refusing("", (ValueError,)), refusing(f"device={config.device} cannot be used: ", (RuntimeError, AssertionError)):
+    with refusing(), _using(config.device):
         return check_model(
             model,
             only=config.properties,
@@ -165,6 +181,36 @@ def _adapter(config: CheckConfig) -> Any:
     adapter = _object(module, path or own, name)
     require(inspect.isfunction(adapter), f"call={config.call} must be a function, got {type(adapter).__name__}")
     return adapter
+
+
+def _twin_report(subject: Any, config: CheckConfig) -> Report:
+    """Return the comparison of a port with its reference."""
+    from minitx.check.twins import twin
+
+    mine = subject if config.model else _made(subject, config.target)
+    is_file = ".py:" in config.like
+    reference = _made(_named(config.like), config.like) if is_file else _loaded(config.like, "like", config.trust)
+    for model, word in ((mine, config.target), (reference, config.like)):
+        require(
+            callable(model) and not inspect.isclass(model), f"{word} must be a model or a function of ids{_why_none(model)}"
+        )
+    words = [f"model={config.model}" if config.model else config.target, f"like={config.like}"]
+    words += [f"weights={config.weights}"] * bool(config.weights) + ["trust=true"] * config.trust
+    words += [f"seed={config.seed}"] + [f"device={config.device}"] * (config.device != "cpu")
+    with refusing(), _using(config.device):
+        return twin(
+            mine,
+            reference,
+            weights=_named(config.weights) if config.weights else None,
+            seed=config.seed,
+            device=config.device,
+            repeat=f"minitx-check {shlex.join(words)}",
+        )
+
+
+def _using(device: str) -> AbstractContextManager[None]:
+    """A context that turns the errors of a device that cannot be used into a ConfigError. On the CPU, they are errors of the model."""
+    return nullcontext() if device == "cpu" else refusing(f"device={device} cannot be used: ", (RuntimeError, AssertionError))
 
 
 def _made(subject: Any, target: str) -> Any:
@@ -201,23 +247,28 @@ def _why_none(subject: Any) -> str:
     return f"; to check a model, write a function without arguments that returns {subject.__name__}({', '.join(required)})"
 
 
-def _loaded(config: CheckConfig) -> Any:
+def _loaded(path: str, key: str, trust: bool) -> Any:
     """Return the model of a Hugging Face folder, a checkpoint or the folder of a run, without running their code."""
-    path = config.model
-    require(os.path.exists(path), f"model={config.model} does not exist")
+    require(os.path.exists(path), f"{key}={path} does not exist")
     if not (Path(path) / "config.json").is_file():
         file = checkpoint_of(path)
         require(
             os.path.isfile(file),
-            f"model={config.model} is neither a Hugging Face folder (config.json) nor a run (checkpoints/last.ckpt)",
+            f"{key}={path} is neither a Hugging Face folder (config.json) nor a run (checkpoints/last.ckpt)",
         )
-        return open_stored(file, trust=config.trust).network
+        return open_stored(file, trust=trust).network
     try:
         from minitx.interop.finetune import load_folder
     except ImportError:
-        raise ConfigError(f"model={config.model} needs the package transformers: pip install transformers") from None
-    with refusing(f"model={config.model}: "):
+        raise ConfigError(f"{key}={path} needs the package transformers: pip install transformers") from None
+    with refusing(f"{key}={path}: "):
         return load_folder(Path(path))
+
+
+def _named(target: str) -> Any:
+    """Return the object at FILE.py:NAME."""
+    path, _, name = target.rpartition(":")
+    return _object(_module(path), path, name)
 
 
 def _module(path: str) -> ModuleType:
