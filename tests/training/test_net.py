@@ -61,7 +61,9 @@ class Louder(DecoderLM):
 
 
 def changed_core(model):
-    return DecoderLM(model.config, core=LinearAttention)
+    for block in model.blocks:
+        block.attention.core = LinearAttention()
+    return model
 
 
 def softcap(model):
@@ -110,7 +112,6 @@ SAME = {
     "as built": lambda model: model,
     "scale": after(set_scale, "unscaled", part=""),
     "folded": after(fold_scale, "unscaled", part=""),
-    "core of the config": lambda model: DecoderLM(model.config, core=DotProductAttention),
     "core that the config names": lambda model: DecoderLM(dataclasses.replace(model.config, attention=node(LinearAttention))),
     "frozen, in bfloat16": lambda model: model.requires_grad_(False).bfloat16(),
 }
