@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from minitx.nn.attention import MultiHeadAttention
+from minitx.nn.attention import MultiHeadAttention, projections_of
 from minitx.nn.feedforward import FeedForward
 from minitx.nn.functional import EfficientAttention
 from minitx.nn.positions import LearnedPositions
@@ -101,7 +101,8 @@ def init_weights(
         model: any module. Layers of this package get their role; other linear layers and embeddings are initialised too.
         scheme: ``gpt2``, ``lecun``, ``xavier``, ``torch_mha``, ``torch_linear`` or ``t5``.
         fold: put the factor 1/√D into the weights, so that unscaled logits start like scaled ones. ``query`` multiplies W_Q and
-            its bias by D^-½. ``symmetric`` multiplies W_Q and W_K by D^-¼ each. Default: neither.
+            its bias by D^-½. ``symmetric`` multiplies W_Q and W_K by D^-¼ each. With QK-norm, its gains are multiplied instead.
+            Default: neither.
         num_layers: the depth, for the residual projections of ``gpt2``.
         gains: factors on the drawn weights, by role (``query``, ``key``, ``value``, ``up``, ``residual``, ``head``,
             ``embedding``, ``weight``). DeepNorm's β is a factor on ``value``, ``up`` and ``residual``. A factor of 0 on
@@ -148,7 +149,16 @@ def init_weights(
             module.reset_parameters(generator)
         elif not isinstance(module, MultiHeadAttention | FeedForward) and hasattr(module, "reset_parameters"):
             module.reset_parameters()
+    for module in model.modules():
+        if isinstance(module, MultiHeadAttention) and module.qk_norm is not None:
+            module.qk_norm.multiply(**fold_factors(fold, module.head_dim))
     return model
+
+
+def fold_factors(fold: str | None, head_dim: int) -> dict[str, float]:
+    """Return the factors of a fold on what makes queries and keys, by role."""
+    factors = {"query": {"query": head_dim**-0.5}, "symmetric": dict.fromkeys(("query", "key"), head_dim**-0.25)}
+    return factors[fold] if fold else {}
 
 
 class _Drawer:
@@ -160,10 +170,10 @@ class _Drawer:
 
     def attention(self, module: MultiHeadAttention, fold: str | None) -> None:
         """Initialise the four projections, with the fold on W_Q and W_K."""
-        D = module.head_dim
-        factors = {"query": {"q": D**-0.5}, "symmetric": {"q": D**-0.25, "k": D**-0.25}}.get(fold or "", {})
+        D, factors = module.head_dim, {} if module.qk_norm else fold_factors(fold, module.head_dim)
         for name, role in (("q", "query"), ("k", "key"), ("v", "value"), ("out", "residual")):
-            self.layer(getattr(module, f"{name}_proj"), role, factors.get(name, 1.0), head_dim=D)
+            for projection in projections_of(module, name).values():
+                self.layer(projection, role, factors.get(role, 1.0), head_dim=D)
         if module.sinks is not None:
             nn.init.zeros_(module.sinks)
 

@@ -81,6 +81,19 @@ def test_a_fold_changes_its_projections_by_its_factor_and_nothing_else(scheme, f
         assert torch.equal(changed[name], weight * factor), name
 
 
+@pytest.mark.parametrize("fold", ["query", "symmetric"])
+@pytest.mark.parametrize("norm", [None, "rms", "layer", "l2"])
+def test_without_the_scale_a_folded_start_is_the_same_function(norm, fold):
+    ids, options = torch.arange(10)[None] % 7, {"init": "lecun", "qk_norm": norm}
+    models = []
+    for changes in ({}, {"scale": "unscaled", "init_fold": fold}):
+        torch.manual_seed(0)
+        models.append(
+            DecoderLM(TransformerConfig(vocab_size=7, embed_dim=32, num_heads=2, num_layers=2, **options, **changes)).double()
+        )
+    torch.testing.assert_close(models[1](ids), models[0](ids), rtol=0, atol=1e-6)
+
+
 PAIRED = [{"scale": "unscaled"}, {"scale": "inv", "scale_factor": 4.0}, {"scale": "log_length"}, {"softcap": 50.0}]
 PAIRED += [{"scale": "learned"}, {"qk_norm": "rms"}, {"qk_norm": "layer"}, {"qk_norm": "l2"}]  # with parameters of their own
 
