@@ -31,7 +31,7 @@ from minitx.data.datamodule import DataModule
 from minitx.data.lightning_data import load_task
 from minitx.data.task import Batch, without_targets
 from minitx.nn.attention import MultiHeadAttention
-from minitx.nn.counting import flop_counter
+from minitx.nn.counting import FlopCounterMode, flop_counter
 from minitx.nn.functional import AttentionCall, reference_attention
 from minitx.nn.masks import Mask, SlidingWindow, intersect
 from minitx.nn.modes import evaluating
@@ -45,7 +45,7 @@ from minitx.training.trust import check_trusted
 
 START_FILE, MEASURES_FILE = "start.json", "measures.json"
 LARGEST_ERROR = 1e-5
-MEASURES = ("loss_at_N", "attention_error", "attention_cost")
+MEASURES = ("loss_at_N", "attention_error", "attention_cost", "operations")
 """Names of the numbers that ``Measures`` can write, for ``measures`` of a study. N is a length."""
 _ROWS = 8
 
@@ -118,19 +118,23 @@ class Measures(L.Callback):
     ``attention_error``    ||core - exact||_F / ||exact||_F of the trained attention, averaged over layers, on 8 validation
                            rows (exact: softmax attention with the same scale and mask, without a window)
     ``attention_cost``     FLOPs of the cores in a forward pass, divided by those of the ``math`` backend on the same rows
+    ``operations``         FLOPs of the first training step: forward and backward pass, hooks and the optimizer
     =====================  ======================================================================================
 
     Args:
         lengths: row lengths for the validation text of a language model.
         attention: whether to measure ``attention_error`` and ``attention_cost``.
+        operations: whether to measure ``operations``.
 
     Raises:
         ConfigError: before training, if ``lengths`` are set and the data is not text or a length exceeds a position table, or if
             ``attention`` is set and the model has a bias, sinks, a soft-cap or cross-attention.
     """
 
-    def __init__(self, lengths: tuple[int, ...] = (), attention: bool = False) -> None:
-        self.lengths, self.attention = tuple(lengths), attention
+    def __init__(self, lengths: tuple[int, ...] = (), attention: bool = False, operations: bool = False) -> None:
+        self.lengths, self.attention, self.operations = tuple(lengths), attention, operations
+        self._counter: FlopCounterMode | None = None
+        self._stack = ExitStack()
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         model, data = module.net.config, trainer.datamodule  # type: ignore[attr-defined]
@@ -141,12 +145,25 @@ class Measures(L.Callback):
         if self.lengths:
             _check_lengths(max(self.lengths), model, data)
 
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        if self.operations and self._counter is None:
+            self._counter = self._stack.enter_context(flop_counter())
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step:
+            self._stack.close()
+
+    def on_exception(self, trainer: L.Trainer, module: Any, exception: BaseException) -> None:
+        self._stack.close()
+
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
         data, network = trainer.datamodule, module.network  # type: ignore[attr-defined]
         stored = next(callback.state for callback in trainer.callbacks if isinstance(callback, LastCheckpoint))  # type: ignore[attr-defined]
         config = stored["config"]
         options = from_dict(EvaluationConfig, config["evaluation"])
-        numbers = {}
+        numbers: dict[str, float] = {}
+        if self._counter is not None:
+            numbers["operations"] = self._counter.get_total_flops()
         for length in self.lengths:
             rows = options.num_rows and max(1, options.num_rows * data.task.longest // length)
             part = read(Data, {**config["data"], "context_len": length}, "data")
@@ -212,7 +229,8 @@ def result_of(folder: Path, trained: Mapping[str, Any], cap: int) -> dict[str, A
         trained: the result of ``train``.
         cap: ``trainer.max_steps``.
     """
-    rows = [row for row in read_metrics(folder / "metrics.csv") if row["train_loss"] is not None]
+    table = read_metrics(folder / "metrics.csv")
+    rows = [row for row in table if row["train_loss"] is not None]
     losses, accuracies = [row["train_loss"] for row in rows], [short(row.get("train_accuracy")) for row in rows]
     return {
         "steps": rows[-1]["step"] if rows else 0,
@@ -220,6 +238,7 @@ def result_of(folder: Path, trained: Mapping[str, Any], cap: int) -> dict[str, A
         "loss": [short(loss) for loss in losses],
         "accuracy": None if set(accuracies) <= {None} else accuracies,
         "nonfinite_step": trained["nonfinite_step"],
+        "validation": [[row["step"], finite(row["val_loss"])] for row in table if row.get("val_loss") is not None],
         "val_loss": trained["val_loss"],
         "val_accuracy": trained["val_accuracy"],
         "floors": dict(trained["floors"]),
