@@ -2,11 +2,12 @@
 
     V_l ← (1 − λ_l) V_l + λ_l V_1
 
-λ_l is learned and starts at 1/2 (Zhou et al. 2024, "ResFormer", arXiv:2410.17897, §3.3: learnable λ). It works with a cache. The first layer keeps
-its values until the next call, so activation checkpointing is not supported.
+λ_l is learned and starts at 1/2 (Zhou et al. 2024, "ResFormer", arXiv:2410.17897). It works with a cache. The first layer keeps its values
+until the next call, so activation checkpointing is not supported.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,10 @@ class ValueResidual(DotProductAttention):
         """Set λ to 1/2."""
         if self.share is not None:
             nn.init.constant_(self.share, 0.5)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the values out of a copy."""
+        return {name: value for name, value in vars(self).items() if name != "value"}
 
     def forward(self, call: AttentionCall) -> Tensor | tuple[Tensor, Tensor]:
         """Return (B, H, L, Dv)."""

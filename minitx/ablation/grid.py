@@ -151,6 +151,7 @@ class Cell:
                 loader = f", model: {{_target_: ${{model._target_}}, path: {path}, _partial_: true}}"
         else:
             return list(self.overrides)
+        loader += ", trust: true" if values.get("trust", "").lower() == "true" else ""
         check = f"+callbacks.same_start={{_target_: minitx.ablation.measures.SameStart, path: {path}{loader}}}"
         return [*self.overrides, *loading, check]
 

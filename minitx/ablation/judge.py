@@ -100,7 +100,7 @@ def operations_until(result: Mapping[str, Any], loss: float) -> Span:
     >>> operations_until(result, 2.25), operations_until(result, 1.0)
     (Span(low=35.0, high=35.0), Span(low=60.0, high=inf))
     """
-    operations, before = result["measures"]["operations"], None
+    operations, before = float(result["measures"]["operations"]), None
     for step, value in result["validation"]:
         if value is None:
             continue

@@ -68,13 +68,14 @@ class SameStart(L.Callback):
         path: the value of ``init_from.path`` (a checkpoint, a folder, or a name on the hub), or of ``model.path``.
         model: for a model that is loaded by its own target, such as ``minitx.interop.pretrained_hf``: a function of ``task``
             and ``num_labels`` that loads it again, as it is at ``path``.
+        trust: execute the code that a checkpoint names, as the run does with ``trust=true``.
 
     Raises:
         ConfigError: in training, if this number is above 1e-5.
     """
 
-    def __init__(self, path: str, model: Callable[..., nn.Module] | None = None) -> None:
-        self.path, self.model = path, model
+    def __init__(self, path: str, model: Callable[..., nn.Module] | None = None, trust: bool = False) -> None:
+        self.path, self.model, self.trust = path, model, trust
 
     @torch.no_grad()
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
@@ -97,8 +98,8 @@ class SameStart(L.Callback):
                 torch.manual_seed(module.seed)
                 return self.model(task=kind, num_labels=fields.get("num_labels"))
         if Path(self.path).is_file():
-            builds_itself = module.net.stored_node is not None
-            return load_model(self.path, None if builds_itself else copy.deepcopy(module.network))[0]
+            builds_itself = self.trust or module.net.stored_node is not None
+            return load_model(self.path, None if builds_itself else copy.deepcopy(module.network), self.trust)[0]
         start = load_start(InitFrom(path=self.path))
         if start is None or start.shape is None:
             raise ConfigError(f"init_from.fold_scale=true needs a model of minitx, but {self.path} contains another model")
