@@ -64,6 +64,8 @@ class Endpoint:
         """Return the values of both runs. For the speed, these are the operations until each reaches the larger one of both final losses."""
         if self.name != "speedup":
             return self.value(reference), self.value(treatment)
+        if not all("operations" in run.result["measures"] for run in (reference, treatment)):
+            return None, None
         final = [replace(self, name="loss").value(run) for run in (reference, treatment)]
         target = max(span.low if span else math.inf for span in final)
         return operations_until(reference.result, target), operations_until(treatment.result, target)
