@@ -2,7 +2,9 @@
 
 import copy
 import functools
+import json
 import math
+import shlex
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +13,7 @@ import torch.nn.functional as F
 import yaml
 from torch import nn
 
+from examples.changes import repeats
 from examples.changes.attention_residuals import AttentionResiduals
 from examples.changes.differential import Differential
 from examples.changes.latent import LatentAttention
@@ -264,6 +267,39 @@ def test_the_table_prints_each_change_with_its_parameters_and_operations(capsys)
     network, ids = built([], vocab_size=sizes.VOCABULARY), torch.zeros(12, 64, dtype=torch.long)
     assert plain[1] == sum(p.numel() for p in network.parameters()) != latent[1]
     assert plain[2] == count_flops(lambda: F.cross_entropy(network(ids).flatten(0, 1), ids.flatten()).backward())
+
+
+def fabricated(grid, folder, ratio):
+    """Records of ``stable`` in which the gate's largest stable rate is ``ratio`` times as large with the scale, and the others' are equal."""
+    folder.mkdir()
+    with (folder / "cells.jsonl").open("w") as file:
+        for cell in cells(grid):
+            if cell.place.study == "stable":
+                is_larger = cell.place.arm == "own" and cell.place.condition["change"] == "gate"
+                rate = 0.004 * (ratio if is_larger else 1.0)
+                result = {"low": rate / 1.01, "high": rate * 1.01}
+                file.write(json.dumps({**cell.describe(folder), "status": "done", "result": result}) + "\n")
+    return str(folder)
+
+
+def test_a_second_draw_runs_what_was_decided_and_counts_what_repeats(grid, tmp_path, capsys):
+    fresh = compose_grid(["experiment=scaling_ablation", "ablation=changes_again"])
+    first, again, other = (
+        fabricated(one, tmp_path / name, ratio) for one, name, ratio in ((grid, "1", 2.0), (fresh, "2", 1.9), (fresh, "3", 1.0))
+    )
+    assert repeats.main(first) == (0, 2)  # with the scale against without it, and the gate against the plain model
+    command = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert command[:2] == ["python", "scripts/train.py"]
+    runs = cells(compose_grid(command[2:]))
+    ran = {(cell.place.study, cell.place.arm, cell.place.condition["change"]) for cell in runs}
+    assert ran == {
+        (study, arm, change)
+        for study, arm in (("trained", "own"), ("stable", "own"), ("stable", "unscaled"))
+        for change in ("plain", "gate")
+    }
+    assert not {cell.place.seed for cell in runs} & {cell.place.seed for cell in cells(grid)}
+    assert repeats.main(first, again) == (2, 2) and capsys.readouterr().out.startswith("2 of 2 verdicts repeat")
+    assert repeats.main(first, other) == (0, 2)
 
 
 # --- other implementations
