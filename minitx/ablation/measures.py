@@ -48,6 +48,7 @@ LARGEST_ERROR = 1e-5
 MEASURES = ("loss_at_N", "attention_error", "attention_cost", "operations")
 """Names of the numbers that ``Measures`` can write, for ``measures`` of a study. N is a length."""
 _ROWS = 8
+_COUNTED = 3  # the first step without a probe, which come after updates 1, 2, 4, 8, …
 
 
 def check_measures(grid: AblationConfig) -> None:
@@ -119,7 +120,8 @@ class Measures(L.Callback):
     ``attention_error``    ||core - exact||_F / ||exact||_F of the trained attention, averaged over layers, on 8 validation
                            rows (exact: softmax attention with the same scale and mask, without a window)
     ``attention_cost``     FLOPs of the cores in a forward pass, divided by those of the ``math`` backend on the same rows
-    ``operations``         FLOPs of the first training step: forward and backward pass, hooks and the optimizer
+    ``operations``         FLOPs of training step 3: forward and backward pass, hooks and the optimizer. A probe in this step
+                           (``callbacks.probe.every`` 1 or 3) counts too
     =====================  ======================================================================================
 
     Args:
@@ -147,11 +149,11 @@ class Measures(L.Callback):
             _check_lengths(max(self.lengths), model, data)
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        if self.operations and self._counter is None:
+        if self.operations and self._counter is None and trainer.global_step == _COUNTED - 1:
             self._counter = self._stack.enter_context(flop_counter())
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step:
+        if trainer.global_step == _COUNTED:
             self._stack.close()
 
     def on_exception(self, trainer: L.Trainer, module: Any, exception: BaseException) -> None:

@@ -64,16 +64,6 @@ class DotProductAttention(nn.Module):
         return f"backend={self.backend!r}"
 
 
-def projections_of(layer: nn.Module, role: str) -> dict[str, Any]:
-    """Return the children of an attention layer whose names end in ``q_proj``, for the role ``q``. A subclass may have several.
-
-    >>> list(projections_of(MultiHeadAttention(12, 3), "k"))
-    ['k_proj']
-    """
-    named = layer.named_modules(remove_duplicate=False)  # queries and keys may share a projection
-    return {name: module for name, module in named if "." not in name and name.endswith(f"{role}_proj")}
-
-
 def attention_cores(model: nn.Module) -> dict[str, nn.Module]:
     """Return, by name, the cores of ``model`` whose weights are the softmax of their call (``softmax_weights``).
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from minitx.config.schema import Finite, read, stated
 from minitx.config.transformer import TransformerConfig
-from minitx.nn.attention import not_plain, projections_of
+from minitx.nn.attention import not_plain
 from minitx.nn.scale import OtherScale, ScoreScale, scale_multiplier
 
 
@@ -192,10 +192,32 @@ def fold_ours(model: nn.Module, to: str | float, factor: float) -> nn.Module:
 
 
 def _makers(layer: Any, role: str) -> dict[str, nn.Module]:
-    """The modules, by name, that the queries or keys of one of our layers are proportional to: the projections, or their norm."""
-    if layer.qk_norm is None:
-        return projections_of(layer, role[0])
-    return {f"qk_norm.{role}_norm": layer.qk_norm.get_submodule(f"{role}_norm")}
+    """The modules, by name, that the queries or keys of one of our layers are proportional to.
+
+    They are the norm of QK-norm, or the projections whose names end in ``q_proj`` or ``k_proj``: a subclass may have several.
+    """
+    if layer.qk_norm is not None:
+        return {f"qk_norm.{role}_norm": layer.qk_norm.get_submodule(f"{role}_norm")}
+    named = layer.named_modules(remove_duplicate=False)  # queries and keys may share a projection
+    return {name: module for name, module in named if "." not in name and name.endswith(f"{role[0]}_proj")}
+
+
+@torch.no_grad()
+def fold_start(model: nn.Module, fold: str) -> None:
+    """Multiply what makes the queries and keys of our layers, for ``fold`` of ``init_weights``; with ``qk_norm=l2``, the gain of the keys."""
+    done = set[Tensor]()
+    for layer in _our_layers(model).values():
+        D, norm = layer.head_dim, layer.qk_norm
+        factors = {"query": D**-0.5} if fold == "query" else {"query": D**-0.25, "key": D**-0.25}
+        if norm is not None and norm.kind == "l2":
+            parameters = {norm.gain: D**-0.5}
+        else:
+            modules = [(module, factor) for role, factor in factors.items() for module in _makers(layer, role).values()]
+            parameters = {parameter: factor for module, factor in modules for parameter in module.parameters()}
+        for parameter, factor in parameters.items():
+            if parameter not in done:  # once, although layers may share it
+                parameter.mul_(factor)
+        done |= parameters.keys()
 
 
 def _shares(ratio: float) -> dict[str, float]:

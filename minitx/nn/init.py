@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from minitx.nn.attention import MultiHeadAttention, projections_of
+from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.feedforward import FeedForward
 from minitx.nn.functional import EfficientAttention
 from minitx.nn.positions import LearnedPositions
@@ -133,7 +133,7 @@ def init_weights(
     draw = _Drawer(SCHEMES[scheme], num_layers, gains or {}, generator)
     for module in model.modules():
         if isinstance(module, MultiHeadAttention):
-            draw.attention(module, fold)
+            draw.attention(module)
         elif isinstance(module, FeedForward):
             for layer, role in ((module.gate_proj, "up"), (module.up_proj, "up"), (module.down_proj, "residual")):
                 draw.layer(layer, role)
@@ -149,16 +149,11 @@ def init_weights(
             module.reset_parameters(generator)
         elif not isinstance(module, MultiHeadAttention | FeedForward) and hasattr(module, "reset_parameters"):
             module.reset_parameters()
-    for module in model.modules():
-        if isinstance(module, MultiHeadAttention) and module.qk_norm is not None:
-            module.qk_norm.multiply(**fold_factors(fold, module.head_dim))
+    if fold is not None:  # after the draws, so that folded and unfolded models differ by exactly this factor
+        from minitx.nn.folding import fold_start
+
+        fold_start(model, fold)
     return model
-
-
-def fold_factors(fold: str | None, head_dim: int) -> dict[str, float]:
-    """Return the factors of a fold on what makes queries and keys, by role."""
-    factors = {"query": {"query": head_dim**-0.5}, "symmetric": dict.fromkeys(("query", "key"), head_dim**-0.25)}
-    return factors[fold] if fold else {}
 
 
 class _Drawer:
@@ -168,17 +163,15 @@ class _Drawer:
         self.scheme, self.num_layers, self.gains, self.generator = scheme, num_layers, gains, generator
         self.drawn: set[Tensor] = set()
 
-    def attention(self, module: MultiHeadAttention, fold: str | None) -> None:
-        """Initialise the four projections, with the fold on W_Q and W_K."""
-        D, factors = module.head_dim, {} if module.qk_norm else fold_factors(fold, module.head_dim)
+    def attention(self, module: MultiHeadAttention) -> None:
+        """Initialise the four projections."""
         for name, role in (("q", "query"), ("k", "key"), ("v", "value"), ("out", "residual")):
-            for projection in projections_of(module, name).values():
-                self.layer(projection, role, factors.get(role, 1.0), head_dim=D)
+            self.layer(getattr(module, f"{name}_proj"), role, head_dim=module.head_dim)
         if module.sinks is not None:
             nn.init.zeros_(module.sinks)
 
-    def layer(self, module: nn.Linear | nn.Embedding | None, role: str, factor: float = 1.0, head_dim: int = 1) -> None:
-        """Initialise a table, or a projection and its bias, and multiply the values by ``factor``.
+    def layer(self, module: nn.Linear | nn.Embedding | None, role: str, head_dim: int = 1) -> None:
+        """Initialise a table, or a projection and its bias.
 
         The fan-in of a table is its width, as for a tied head.
         """
@@ -190,12 +183,11 @@ class _Drawer:
         if module.weight not in self.drawn:
             std = self.scheme.roles.get(role, self.scheme.weight)
             _fill(module.weight, std(sizes), self.scheme.uniform and role != "embedding", self.generator)
-            # after the draw, so that folded and unfolded models differ by exactly this factor
-            module.weight.mul_(factor * gain)
+            module.weight.mul_(gain)
             if isinstance(module, nn.Embedding) and module.padding_idx is not None:
                 nn.init.zeros_(module.weight[module.padding_idx])
         if bias is not None and bias not in self.drawn:  # even if the weight was drawn with a tied table
-            _fill(bias, self.scheme.bias(sizes) * factor * gain if self.scheme.bias else 0.0, True, self.generator)
+            _fill(bias, self.scheme.bias(sizes) * gain if self.scheme.bias else 0.0, True, self.generator)
         self.drawn |= {module.weight} if bias is None else {module.weight, bias}
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from minitx.config import Part, TransformerConfig
+from minitx.config import TransformerConfig
 from minitx.config.transformer import of_layer
 from minitx.nn.attention import DotProductAttention, MultiHeadAttention
 from minitx.nn.bias import ALiBi, Bias, T5RelativeBias
@@ -77,8 +77,8 @@ def build_attention(config: TransformerConfig, layer: int = 0, *, rotary: bool =
     ``config.attention`` may name a subclass of ``MultiHeadAttention``. It gets the arguments of its base class, and ``layer`` if it
     has this parameter.
     """
-    D = config.width_per_head
-    sizes = config.embed_dim, config.num_heads
+    D, sizes = config.width_per_head, (config.embed_dim, config.num_heads)
+    scale = ScoreScale(config.scale, head_dim=D, num_heads=config.num_heads, max_len=config.max_len, factor=config.scale_factor)
     options = {
         "num_kv_heads": config.kv_heads,
         "head_dim": D,
@@ -86,26 +86,20 @@ def build_attention(config: TransformerConfig, layer: int = 0, *, rotary: bool =
         "out_bias": config.has_out_bias,
         "dropout": config.dropout,
         "softcap": config.softcap,
-        "scale": ScoreScale(
-            config.scale, head_dim=D, num_heads=config.num_heads, max_len=config.max_len, factor=config.scale_factor
-        ),
+        "scale": scale,
         "qk_norm": QKNorm(config.qk_norm, D, num_kv_heads=config.kv_heads, eps=config.qk_norm_eps) if config.qk_norm else None,
         "rotary": build_rotary(config, layer) if rotary and config.position == "rotary" else None,
         "sinks": config.sinks,
     }
-    if not is_whole_layer(part := config.attention):
+    part: Any = config.attention
+    target = getattr(part, "target", None)
+    if not (isinstance(target, type) and issubclass(target, MultiHeadAttention)):
         return MultiHeadAttention(*sizes, **options, core=build_attention_core(config, layer))
     if both := sorted({"embed_dim", "num_heads", "max_len", *options} & {*part.arguments}):
         raise ValueError(f"attention.{both[0]} is set by the model: remove it, and set the model's own key")
     if "layer" in part.names:
         options["layer"] = layer
-    return replace(part, is_partial=True).build()(*sizes, **options)  # type: ignore[no-any-return]
-
-
-def is_whole_layer(attention: str | Part) -> TypeGuard[Part]:
-    """Return whether ``config.attention`` names a subclass of ``MultiHeadAttention``, and not a core."""
-    target = attention.target if isinstance(attention, Part) else None
-    return isinstance(target, type) and issubclass(target, MultiHeadAttention)
+    return replace(part, is_partial=True).build()(*sizes, **options)
 
 
 class CappedHead(nn.Linear):

@@ -70,16 +70,6 @@ class QKNorm(nn.Module):
         if self.kind == "l2":
             nn.init.constant_(self.gain, float(self.head_dim))
 
-    @torch.no_grad()
-    def multiply(self, query: float = 1.0, key: float = 1.0) -> None:
-        """Multiply the normalised queries and keys: their gains, or the one gain of ``l2``."""
-        if self.kind == "l2":
-            self.gain.mul_(query * key)
-            return
-        for norm, factor in ((self.query_norm, query), (self.key_norm, key)):
-            for parameter in norm.parameters():
-                parameter.mul_(factor)
-
     def forward(self, query: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the normalised query and key. ``key`` is None if the keys come from a cache."""
         if self.kind == "l2":

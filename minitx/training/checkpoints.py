@@ -338,9 +338,8 @@ def load_start(init_from: InitFrom) -> Start | None:
     state = checkpoint["minitx"]
     model = dict(state["model"])
     target = model.pop("_target_")
-    takes_our_keys = (
-        target != FROM_PYTHON and {"scale", "scale_factor"} <= model.keys()
-    )  # a user's function of a TransformerConfig
+    # a user's function may take a TransformerConfig too
+    takes_our_keys = target != FROM_PYTHON and {"scale", "scale_factor"} <= model.keys()
     shape = model if target == MODEL or takes_our_keys else None
     return Start(
         path=path,

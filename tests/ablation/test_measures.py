@@ -84,12 +84,12 @@ def test_measuring_leaves_the_run_bit_equal_and_exact_attention_has_no_error(run
 
 
 def test_operations_are_those_of_one_training_step_and_change_nothing_of_the_run(run):
-    words = ("trainer.accumulate=2", "optimizer=muon", "model.init_zero_outputs=false")
+    words = ("trainer.accumulate=2", "optimizer=muon", "callbacks.probe.every=4")
     plain, watched = (
         run(name, *words, *more) for name, more in (("plain", ()), ("run", (callback("Measures", operations=True),)))
     )
     assert result_of(*plain, 6)["digest"] == result_of(*watched, 6)["digest"]
-    found = measured(run("adamw", callback("Measures", operations=True))[0])["operations"]
+    found = measured(run("adamw", callback("Measures", operations=True), "callbacks.probe.every=4")[0])["operations"]
     B, L, E, H, D, F, V = 12, 7, 8, 2, 4, 16, len({*POEM}) + 1  # and the unknown character
     matrices = 6 * B * L * (4 * E * E + 2 * E * F + E * V)  # forward, and the gradients of inputs and weights
     attention = 2 * B * H * L * L * (2 * D + 5 * D)  # the backward pass computes the scores again

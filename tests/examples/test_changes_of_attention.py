@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import importlib
 import json
 import math
 import shlex
@@ -312,6 +313,11 @@ def test_minitx_check_finds_nothing_wrong(arms, name):
     assert report.mend_first is None, str(report)
 
 
+def modeling(name):
+    pytest.importorskip("transformers")
+    return importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+
+
 def causal_bias():
     return torch.zeros(L, L, dtype=torch.float64).masked_fill(torch.ones(L, L, dtype=torch.bool).triu(1), -math.inf)[None, None]
 
@@ -335,7 +341,7 @@ def assert_same(ours, theirs, **arguments):
 
 @pytest.mark.slow
 def test_differential_attention_equals_diffllama():
-    theirs = pytest.importorskip("transformers.models.diffllama.modeling_diffllama")
+    theirs = modeling("diffllama")
     config = theirs.DiffLlamaConfig(
         hidden_size=E, num_attention_heads=4, num_key_value_heads=4, head_dim=D, attention_bias=False
     )
@@ -351,7 +357,7 @@ def test_differential_attention_equals_diffllama():
 
 @pytest.mark.slow
 def test_the_output_gate_equals_qwen3_next():
-    theirs = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    theirs = modeling("qwen3_next")
     config = theirs.Qwen3NextConfig(
         hidden_size=E, num_attention_heads=H, num_key_value_heads=1, head_dim=D, attention_bias=True
     )
@@ -372,7 +378,7 @@ def test_the_output_gate_equals_qwen3_next():
 
 @pytest.mark.slow
 def test_latent_attention_equals_deepseek_v2():
-    theirs = pytest.importorskip("transformers.models.deepseek_v2.modeling_deepseek_v2")
+    theirs = modeling("deepseek_v2")
     sizes = {"kv_lora_rank": 5, "qk_rope_head_dim": 2, "qk_nope_head_dim": D - 2, "v_head_dim": D, "q_lora_rank": None}
     config = theirs.DeepseekV2Config(hidden_size=E, num_attention_heads=H, num_key_value_heads=H, **sizes)
     config._attn_implementation = "eager"
