@@ -3,7 +3,7 @@
     python examples/changes/repeats.py runs/scaling_ablation/changes                                           # what to repeat
     python examples/changes/repeats.py runs/scaling_ablation/changes runs/scaling_ablation/changes_again       # how many did
 
-The first prints the verdicts that are MORE or LESS, and the command of the second draw, which leaves out changes without such a verdict.
+The first prints the verdicts that are MORE or LESS, and the command of the second draw. It leaves out changes without such a verdict.
 The second prints how many verdicts are the same words in both draws, then each.
 """
 

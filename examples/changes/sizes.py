@@ -1,4 +1,4 @@
-"""Parameters and operations of each change of attention in the grid ``changes``, beside the plain model.
+"""Parameters and operations of each change of attention in the grid ``changes`` and of the plain model.
 
     python examples/changes/sizes.py                   # in the top folder of the clone
     python examples/changes/sizes.py plain latent      # some of them

@@ -22,6 +22,7 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from minitx.ablation.design import AblationConfig
 from minitx.config import ConfigError, EvaluationConfig, InitFrom, TransformerConfig, from_dict
@@ -31,7 +32,7 @@ from minitx.data.datamodule import DataModule
 from minitx.data.lightning_data import load_task
 from minitx.data.task import Batch, without_targets
 from minitx.nn.attention import MultiHeadAttention
-from minitx.nn.counting import FlopCounterMode, flop_counter
+from minitx.nn.counting import flop_counter
 from minitx.nn.functional import AttentionCall, reference_attention
 from minitx.nn.masks import Mask, SlidingWindow, intersect
 from minitx.nn.modes import evaluating

@@ -201,7 +201,7 @@ class MultiHeadAttention(nn.Module):
             if position_ids is None:
                 start = 0 if cache is None else cache.length
                 position_ids = torch.arange(start, start + query.shape[1], device=query.device).unsqueeze(0)
-            position_ids = self.rotary.rotation(position_ids, *query.shape[:2], query.dtype)
+            position_ids = self.rotary.rotation(position_ids, query.shape[0], query.shape[1], query.dtype)
         q, k, v = self.project(query, source if memory is None else None, value, position_ids)
         if memory is not None:
             k, v = memory

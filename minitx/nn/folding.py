@@ -321,7 +321,7 @@ def _replace_scales(
             module.config = replace(config, scale=to, scale_factor=factor)  # type: ignore[assignment]
 
 
-def _why_not_fold(layer: nn.Module, new: ScoreScale) -> str | None:
+def _why_not_fold(layer: Any, new: ScoreScale) -> str | None:
     """The reason why the scale of one of our attention layers cannot be folded into ``new``, or None."""
     old: Any = layer.scale
     is_same_kind = type(old) is type(new) and old.scale == new.scale

@@ -79,7 +79,7 @@ def build_attention(config: TransformerConfig, layer: int = 0, *, rotary: bool =
     """
     D, sizes = config.width_per_head, (config.embed_dim, config.num_heads)
     scale = ScoreScale(config.scale, head_dim=D, num_heads=config.num_heads, max_len=config.max_len, factor=config.scale_factor)
-    options = {
+    options: dict[str, Any] = {
         "num_kv_heads": config.kv_heads,
         "head_dim": D,
         "bias": config.has_qkv_bias,
