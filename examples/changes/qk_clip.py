@@ -32,6 +32,8 @@ class QKClip(StepCallback):
         """Watch the core of each layer."""
         for layer in module.network.modules():
             if isinstance(layer, MultiHeadAttention):
+                if layer.num_kv_heads != layer.num_heads:
+                    raise ValueError("QK-clip needs a key head for each query head: remove model.num_kv_heads")
                 self.hooks.append(layer.core.register_forward_pre_hook(partial(self.note, layer)))
 
     @torch.no_grad()
@@ -40,7 +42,7 @@ class QKClip(StepCallback):
         if not layer.training:
             return
         (call,), visible = arguments, arguments[0].visible()
-        logits = call.scale * call.query @ call.key.repeat_interleave(layer.num_heads // layer.num_kv_heads, dim=1).mT
+        logits = call.scale * call.query @ call.key.mT  # (B, H, L, S)
         if visible is not None:
             logits = logits.masked_fill(~visible, -torch.inf)
         largest = logits.amax((0, 2, 3))
