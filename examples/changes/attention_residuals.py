@@ -28,22 +28,26 @@ class AttentionResiduals(DecoderLM):
         super().__init__(config, generator=generator)
         self.depth_queries = nn.Parameter(torch.zeros(2 * config.num_layers + 1, config.embed_dim))
 
-    def mean(self, outputs: list[Tensor], query: Tensor) -> Tensor:
-        """Return the weighted mean (B, L, E) of ``outputs``."""
-        stacked = torch.stack(outputs)  # (n, B, L, E)
-        weights = (F.rms_norm(stacked, stacked.shape[-1:]) @ query).softmax(dim=0)  # (n, B, L)
-        return torch.einsum("nbl,nble->ble", weights, stacked)
+    def mean(self, outputs: list[tuple[Tensor, Tensor]], query: Tensor) -> Tensor:
+        """Return the weighted mean (B, L, E) of the first of each pair of ``outputs``. The second is its RMSNorm."""
+        weights = torch.stack([normed @ query for _, normed in outputs]).softmax(dim=0)  # (n, B, L)
+        return sum(weight.unsqueeze(-1) * out for weight, (out, _) in zip(weights, outputs, strict=True))  # type: ignore[return-value]
 
     def forward(self, input_ids: Tensor, *, return_hidden: bool = False) -> Tensor:  # type: ignore[override]
         """Return logits (B, L, V) for ids (B, L), or hidden states (B, L, E)."""
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
-        outputs, queries = [self.embeddings(input_ids, positions)], iter(self.depth_queries)
+        outputs, queries = list[tuple[Tensor, Tensor]](), iter(self.depth_queries)
+
+        def add(out: Tensor) -> None:
+            outputs.append((out, F.rms_norm(out, out.shape[-1:])))
+
+        add(self.embeddings(input_ids, positions))
         for block in self.blocks:
             residual = block.attention_residual
             h = residual.norm(self.mean(outputs, next(queries)))
-            outputs.append(residual.finish(block.attention(h, is_causal=True, position_ids=positions)))
+            add(residual.finish(block.attention(h, is_causal=True, position_ids=positions)))
             residual = block.feedforward_residual
             h = residual.norm(self.mean(outputs, next(queries)))
-            outputs.append(residual.finish(block.feedforward(h)))
+            add(residual.finish(block.feedforward(h)))
         hidden = self.final_norm(self.mean(outputs, next(queries)))
         return hidden if return_hidden else self.head(hidden)

@@ -713,7 +713,10 @@ CANNOT_FOLD = (
     {"model": "log_length", "change": "!scale"},  # no fixed scale
     {"change": "learned_scale|qk_norm"},
     {"wrapper": "lora|weight_norm", "model": "!hf_per_head|typed_pair"},  # whose norms of queries and keys take the factor
-    {"wrapper": "quantised", "model": "!hf_per_head|hf_gpt2|typed_pair"},  # torch quantises nn.Linear, and GPT-2 has it in the head alone
+    {
+        "wrapper": "quantised",
+        "model": "!hf_per_head|hf_gpt2|typed_pair",
+    },  # torch quantises nn.Linear, and GPT-2 has it in the head alone
     {"wrapper": "fsdp", "model": HF},
 )
 OTHER_WEIGHTS = {"wrapper": joined(COMPILED, "functional_call")}

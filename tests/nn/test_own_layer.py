@@ -62,8 +62,11 @@ def test_a_layer_of_ones_own_is_also_the_cross_attention_and_remembers_the_memor
     model = same_weights({**OF_OWN, "architecture": "encoder_decoder"}, attention=node(Numbered))[1]
     assert [block.cross_attention.layer for block in model.blocks] == [0, 1]
     source, target = torch.tensor([[1, 2, 3, 5, 7]]), torch.tensor([[2, 3, 4]])
-    memory, cache = model.encode(source), model.make_cache(3)
-    steps = [model(None, target[:, i : i + 1], memory=memory, cache=cache) for i in range(3)]
+    memory, cache, keys = model.encode(source), model.make_cache(3), []
+    projected = model.blocks[0].cross_attention.k_proj.register_forward_hook(lambda *call: keys.append(call[-1]))
+    with projected:
+        steps = [model(None, target[:, i : i + 1], memory=memory, cache=cache) for i in range(3)]
+    assert len(keys) == 1  # of the memory, in the first step
     torch.testing.assert_close(torch.cat(steps, dim=1), model(source, target), rtol=0, atol=1e-12)
 
 
