@@ -23,8 +23,9 @@ from examples.changes.output_gate import OutputGate
 from examples.changes.qk_clip import QKClip
 from examples.changes.value_residual import value_residual
 from minitx.ablation.design import settings
-from minitx.ablation.grid import cells
+from minitx.ablation.grid import Cell, GridPlace, cells
 from minitx.check import assert_causal, check_model
+from minitx.cli.ablate import run_cell
 from minitx.cli.compose import compose_cell, compose_grid, find_own_modules
 from minitx.config import TransformerConfig, node
 from minitx.config.schema import read
@@ -257,6 +258,24 @@ def test_without_the_scale_a_folded_start_is_the_same_function(grid, arms, name)
     assert not torch.allclose(alone(IDS), expected, atol=1e-3)  # the scale matters
     alone.load_state_dict(folded.state_dict())
     torch.testing.assert_close(alone(IDS), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["gate", "value_residual"])
+def test_the_lab_continues_a_trained_change_without_the_scale_and_checks_that_it_starts_alike(grid, arms, name, tmp_path):
+    tiny = [
+        "experiment=scaling_cell_recall",
+        "model.embed_dim=8",
+        "model.ffn_dim=8",
+        "data.val_size=8",
+        "trainer.val_batch_size=8",
+    ]
+    words = [*tiny, *(word for word in arms[name] if "ffn_dim" not in word), "callbacks.progress=false", "trainer.max_steps=1"]
+    place = GridPlace("solved", "own", (), 1)
+    first = Cell(place, (*words, "trainer.ckpt_every=1000", "seed=1"), keeps_weights=True)
+    run_cell(first.words(tmp_path), str(first.folder(tmp_path)), 1, True, False)
+    second = Cell(place, (*words, *grid.arms["unscaled"], "trust=true", "seed=2"), first)
+    result = run_cell(second.words(tmp_path), str(second.folder(tmp_path)), 1, False, False)
+    assert 0.0 < result["start_error"] < 1e-5  # folded, so not bit for bit
 
 
 def test_the_table_prints_each_change_with_its_parameters_and_operations(capsys):
