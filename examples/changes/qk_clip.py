@@ -6,6 +6,7 @@ S_h is the largest logit c · q·k of head h that a query saw in the step's batc
 The forward pass does not change.
 """
 
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -17,16 +18,11 @@ from minitx.training.callbacks import StepCallback
 
 
 class QKClip(StepCallback):
-    """The callback.
-
-    Args:
-        limit: τ.
-    """
+    """The callback. ``limit`` is τ. Each query head needs a key head of its own."""
 
     def __init__(self, limit: float = 100.0) -> None:
-        self.limit = limit
+        self.limit, self.hooks = limit, ExitStack()
         self.largest: dict[MultiHeadAttention, Tensor] = {}  # (H,) of the step, by layer
-        self.hooks: list[Any] = []
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         """Watch the core of each layer."""
@@ -34,36 +30,31 @@ class QKClip(StepCallback):
             if isinstance(layer, MultiHeadAttention):
                 if layer.num_kv_heads != layer.num_heads:
                     raise ValueError("QK-clip needs a key head for each query head: remove model.num_kv_heads")
-                self.hooks.append(layer.core.register_forward_pre_hook(partial(self.note, layer)))
+                self.hooks.enter_context(layer.core.register_forward_pre_hook(partial(self.note, layer)))
 
     @torch.no_grad()
     def note(self, layer: MultiHeadAttention, core: nn.Module, arguments: Any) -> None:
         """Remember the largest logit of each head that a query sees in this step."""
-        if not layer.training:
-            return
-        (call,), visible = arguments, arguments[0].visible()
-        logits = call.scale * call.query @ call.key.mT  # (B, H, L, S)
-        if visible is not None:
-            logits = logits.masked_fill(~visible, -torch.inf)
-        largest = logits.amax((0, 2, 3))
-        self.largest[layer] = torch.maximum(largest, self.largest.get(layer, largest))
+        if layer.training:
+            (call,), visible = arguments, arguments[0].visible()
+            logits = call.scale * call.query @ call.key.mT  # (B, H, L, S)
+            logits = logits if visible is None else logits.masked_fill(~visible, -torch.inf)
+            largest = logits.amax((0, 2, 3))
+            self.largest[layer] = torch.maximum(largest, self.largest.get(layer, largest))
 
     @torch.no_grad()
     def on_step(self, trainer: Any, module: Any, step: int, batch: Any) -> None:
         """Divide the weights of heads above the limit."""
         for layer, largest in self.largest.items():
             factors = (self.limit / largest.clamp(min=self.limit)).sqrt()
-            for projection in (layer.q_proj, layer.k_proj):
-                for parameter in projection.parameters():
-                    parameter.unflatten(0, (layer.num_heads, -1)).mul_(factors.view(-1, *[1] * parameter.dim()))
+            for parameter in (*layer.q_proj.parameters(), *layer.k_proj.parameters()):
+                parameter.unflatten(0, (layer.num_heads, -1)).mul_(factors.view(-1, *[1] * parameter.dim()))
         self.largest.clear()
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         """Stop watching."""
-        for hook in self.hooks:
-            hook.remove()
-        self.hooks.clear()
+        self.hooks.close()
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         """Stop watching."""
-        self.on_train_end(trainer, module)
+        self.hooks.close()
