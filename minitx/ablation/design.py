@@ -68,7 +68,7 @@ class ThresholdConfig(WindowConfig):
         )
 
 
-Score = Literal["time", "loss", "accuracy", "equal"]
+Score = Literal["time", "loss", "accuracy", "equal", "speedup"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,8 @@ class StudyConfig(Config):
         start: the runs whose weights these runs start from.
         threshold: measure the largest stable rate of each arm, instead of one run for each level of ``lr``.
         scores: the quantities to judge. time: steps until the task is solved; loss, accuracy: results of the validation after
-            the last step; equal: whether the training losses are equal bit for bit.
+            the last step; equal: whether the training losses are equal bit for bit; speedup: how many times fewer operations
+            one run needs for the other's final loss, at the rates that the loss chooses.
         measures: further quantities to judge, at the rate that the first loss or accuracy chooses: names from ``MEASURES`` in
             ``minitx.ablation.measures``, such as ``loss_at_256``.
         solved: when the task counts as solved, for ``time`` and for runs that start from these.
@@ -119,6 +120,7 @@ class StudyConfig(Config):
                 "factors.arm and factors.seed are reserved for the arms and seeds of the study: choose other names"
             )
         require(len({*self.scores}) == len(self.scores), f"scores={list(self.scores)} names a score twice")
+        require("speedup" not in self.scores or "loss" in self.scores, "the score speedup needs the score loss")
         rates = self.factors.get(RATE, {})
         if words := [level for level in rates if not _is_rate(level)]:
             raise ConfigError(
@@ -169,16 +171,18 @@ class LawConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonConfig(Config):
-    """Two arms to compare on each score of a study, under every condition that has both arms.
+    """Two arms, or two levels of a factor, to compare on each score of a study, under every condition that has both.
 
     Attributes:
         study: a name of ``ablation.studies``.
         arms: the reference and the treatment.
+        against: levels of the reference, in place of the treatment's. With one arm twice, this compares each other level with these.
         law: a prediction to compare the ratio with.
     """
 
     study: str
     arms: tuple[str, str]
+    against: Condition = field(default_factory=dict, hash=False)
     law: LawConfig | None = None
 
 
@@ -302,9 +306,14 @@ class AblationConfig(Config):
         _require_known(f"{place}.study", [name], self.studies, "ablation.studies")
         study = self.studies[name]
         require(bool(study.endpoints), f"{place}.study={name} has no scores: set studies.{name}.scores")
-        require(arms[0] != arms[1], f"{place}.arms={list(arms)} compares an arm with itself")
+        require(arms[0] != arms[1] or bool(comparison.against), f"{place}.arms={list(arms)} compares an arm with itself")
+        for factor, level in comparison.against.items():
+            _require_known(f"{place}.against.{factor}", [level], study.factors.get(factor, ()), f"studies.{name}")
         _require_known(f"{place}.arms", arms, study.arms, f"studies.{name}.arms")
         if law is not None:
+            require(
+                not comparison.against, f"{place}: a law predicts the ratio of two arms under one condition: remove against"
+            )
             _require_known(f"{place}.law", filter(None, (law.factor, law.parts)), study.factors, f"studies.{name}.factors")
             if law.factor == RATE or not all(map(_is_rate, study.factors[law.factor])):
                 raise ConfigError(

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from minitx.ablation.design import AblationConfig, Condition
+from minitx.ablation.design import AblationConfig, ComparisonConfig, Condition
 from minitx.ablation.grid import Run
 from minitx.ablation.intervals import Span
 
@@ -76,6 +76,16 @@ def title(grid: AblationConfig, study: str) -> str:
 def condition_text(grid: AblationConfig, condition: Condition) -> str:
     """Return a condition in the words of the grid, for example ``d_k 128`` for ``{"head_dim": "128"}``."""
     return ", ".join(f"{words(grid, factor)} {words(grid, level)}".strip() for factor, level in condition.items())
+
+
+def sides(grid: AblationConfig, comparison: ComparisonConfig, condition: Condition) -> tuple[str, str]:
+    """Return the texts of reference and treatment: the arms, or the levels if one arm is compared at two levels."""
+    levels = comparison.against, {factor: condition[factor] for factor in comparison.against}
+    both = zip(comparison.arms, levels, strict=True)
+    is_one_arm = comparison.arms[0] == comparison.arms[1]
+    names = [["" if is_one_arm else words(grid, arm), condition_text(grid, level)] for arm, level in both]
+    first, second = (", ".join(filter(None, name)) for name in names)
+    return first, second
 
 
 def number(value: float | None) -> str:

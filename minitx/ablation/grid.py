@@ -17,6 +17,7 @@ A record is one line of ``cells.jsonl``:
 ``loss``             training loss of each step, with 5 significant digits; null if not finite
 ``accuracy``         training accuracy of each step, or null if the objective does not count it
 ``nonfinite_step``   the first non-finite step, or null; last step + 1 if only the validation loss is not finite
+``validation``       a list of [step, validation loss], for every validation
 ``val_loss, val_accuracy``  results of the validation after the last step, or null
 ``floors``           losses of simple baselines (``unigram``, ``bigram``) by name, in nats; {} if the task has none
 ``digest``           SHA-256 of the training losses as float64, to compare runs bit for bit
@@ -121,6 +122,7 @@ class Cell:
         user_code = [
             folder_fingerprint(text.removeprefix(CONFIG_DIR)) for text in self.overrides if text.startswith(CONFIG_DIR)
         ]
+        user_code += named_code(tuple(re.findall(r"_target_\W+([\w.]+)", " ".join(keys))))
         place = [self.place.study, self.place.arm, self.place.factors, self.place.seed]
         parts = [*place, keys, code_fingerprint(), *user_code, self.start.hash if self.start else None]
         if self.threshold is not None:
@@ -151,6 +153,7 @@ class Cell:
                 loader = f", model: {{_target_: ${{model._target_}}, path: {path}, _partial_: true}}"
         else:
             return list(self.overrides)
+        loader += ", trust: true" if values.get("trust", "").lower() == "true" else ""
         check = f"+callbacks.same_start={{_target_: minitx.ablation.measures.SameStart, path: {path}{loader}}}"
         return [*self.overrides, *loading, check]
 
@@ -293,6 +296,15 @@ def folder_fingerprint(folder: str) -> str:
             code = (place / f"{name}.py", *(place / name).rglob("*.py"))
             files |= {path.relative_to(place).as_posix(): path for path in code if path.is_file()}
     return _digest(files)
+
+
+@cache
+def named_code(targets: tuple[str, ...]) -> list[str]:
+    """Return a digest of the modules in the current folder that targets name, such as ``examples.changes.latent.LatentAttention``; [] if none."""
+    dotted = [".".join(words[:count]) for words in (name.split(".") for name in targets) for count in range(1, len(words))]
+    paths = {name: Path(*name.split(".")).with_suffix(".py") for name in dotted if not name.startswith("minitx")}
+    files = {name: path for name, path in paths.items() if path.is_file()}
+    return [_digest(files)] if files else []
 
 
 def _digest(files: Mapping[str, Path], first: str = "") -> str:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,14 +14,18 @@ from minitx.ablation.design import PARTS, AblationConfig, ComparisonConfig, Cond
 from minitx.ablation.grid import Run, Runs, solved_step
 from minitx.ablation.intervals import Span, median, median_interval
 
-RATIOS = {"threshold": "largest stable learning rate", "time": "steps until the task is solved"}
+RATIOS = {
+    "threshold": "largest stable learning rate",
+    "time": "steps until the task is solved",
+    "speedup": "speed: operations to the same loss, first / second",
+}
 SCORES = {"loss": "validation loss", "accuracy": "validation accuracy"}
 """The texts of endpoints. The text of a measure is its name."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The compared quantity of the runs of a study: the largest stable rate, the time, a score or a measure."""
+    """The compared quantity of the runs of a study: the largest stable rate, the time, the speed, a score or a measure."""
 
     name: str
     study: StudyConfig
@@ -33,7 +37,7 @@ class Endpoint:
 
     @property
     def is_ratio(self) -> bool:
-        """Whether the effect is a ratio: treatment / reference for times, reference / treatment for largest stable rates."""
+        """Whether the effect is a ratio: treatment / reference for times, reference / treatment for rates and operations."""
         return self.name in RATIOS
 
     def value(self, run: Run) -> Span | None:
@@ -56,13 +60,24 @@ class Endpoint:
             value = 0.0 if self.name == "accuracy" else next((loss for loss in result["loss"] if loss is not None), None)
         return None if value is None else Span(value, value)
 
+    def values(self, reference: Run, treatment: Run) -> tuple[Span | None, Span | None]:
+        """Return the values of both runs. For the speed, these are the operations until each reaches the larger one of both final losses."""
+        if self.name != "speedup":
+            return self.value(reference), self.value(treatment)
+        if not all("operations" in run.result["measures"] for run in (reference, treatment)):
+            return None, None
+        final = [replace(self, name="loss").value(run) for run in (reference, treatment)]
+        target = max(span.low if span else math.inf for span in final)
+        return operations_until(reference.result, target), operations_until(treatment.result, target)
+
     def cost(self, run: Run) -> float:
         """Return the quantity that the best rate minimises.
 
-        This is the logarithm of the time, the loss, or minus the accuracy; for a measure, the first of the scores loss and
-        accuracy.
+        This is the logarithm of the time, the loss, or minus the accuracy; for the speed or a measure, the first of the scores
+        loss and accuracy.
         """
-        name = self.name if self.name in self.study.scores else next(score for score in self.study.scores if score in SCORES)
+        has_cost = self.name in self.study.scores and self.name != "speedup"
+        name = self.name if has_cost else next(score for score in self.study.scores if score in SCORES)
         value = replace(self, name=name).value(run)
         if value is None:
             return math.inf
@@ -73,7 +88,30 @@ class Endpoint:
         if self.name == "threshold":
             ratio = middle(reference) / middle(treatment)
             return Span(ratio, ratio)
+        if self.name == "speedup":
+            return reference.over(treatment)
         return treatment.over(reference) if self.is_ratio else treatment.minus(reference)
+
+
+def operations_until(result: Mapping[str, Any], loss: float) -> Span:
+    """Return the operations of a run until its validation loss first is at most ``loss``, by interpolation between two validations.
+
+    The first validation counts as a whole. If the run never reaches the loss, the result is open above.
+
+    >>> result = {"steps": 30, "measures": {"operations": 2.0}, "validation": [[10, 3.0], [20, 2.0], [30, 1.5]]}
+    >>> operations_until(result, 2.25), operations_until(result, 1.0)
+    (Span(low=35.0, high=35.0), Span(low=60.0, high=inf))
+    """
+    operations, before = float(result["measures"]["operations"]), None
+    for step, value in result["validation"]:
+        if value is None:
+            continue
+        if value <= loss:
+            if before is not None and before[1] > value:
+                step -= (loss - value) / (before[1] - value) * (step - before[0])
+            return Span(step * operations, step * operations)
+        before = step, value
+    return Span(result["steps"] * operations, math.inf)
 
 
 def middle(span: Span) -> float:
@@ -282,21 +320,32 @@ def judge(grid: AblationConfig, runs: Runs) -> Findings:
 
 
 def _conditions(runs: Runs, comparison: ComparisonConfig) -> list[Condition]:
-    """Return the conditions under which both arms have runs."""
+    """Return the conditions under which both arms have runs. The conditions are the treatment's."""
     reference, treatment = ([run.condition for run in runs.select(comparison.study, arm)] for arm in comparison.arms)
-    return [condition for i, condition in enumerate(reference) if condition in treatment and condition not in reference[:i]]
+    is_one_arm = comparison.arms[0] == comparison.arms[1]
+    return [
+        condition
+        for i, condition in enumerate(treatment)
+        if {**condition, **comparison.against} in reference
+        and condition not in treatment[:i]
+        and not (is_one_arm and comparison.against.items() <= condition.items())
+    ]
 
 
 def _contrast(grid: AblationConfig, runs: Runs, comparison: ComparisonConfig, condition: Condition, name: str) -> Contrast:
-    arms = [Arm(grid, runs, comparison.study, arm, condition) for arm in comparison.arms]
+    conditions = {**condition, **comparison.against}, condition
+    both = zip(comparison.arms, conditions, strict=True)
+    arms = [Arm(grid, runs, comparison.study, arm, levels) for arm, levels in both]
     endpoint, margin = Endpoint(name, grid.studies[comparison.study]), grid.score_margin
     pairs = []
     for seed in arms[0].seeds:
-        judged = [arm.done.get((arm.best_rate(endpoint, seed), seed)) for arm in arms]
-        reference, treatment = (endpoint.value(run) if run else None for run in judged)
+        first, second = (arm.done.get((arm.best_rate(endpoint, seed), seed)) for arm in arms)
+        if first is None or second is None:
+            continue
+        reference, treatment = endpoint.values(first, second)
         if reference is not None and treatment is not None:
-            rates, effect = [run.rate for run in judged if run], endpoint.effect(reference, treatment)
-            pairs.append(SeedPair(seed, rates, (reference, treatment), effect))
+            effect = endpoint.effect(reference, treatment)
+            pairs.append(SeedPair(seed, [first.rate, second.rate], (reference, treatment), effect))
     tried = [(arm.rates[0], arm.rates[-1]) for arm in arms if arm.rates]
     law = comparison.law if endpoint.is_ratio else None
     part = law.part(condition) if law else None

@@ -22,6 +22,7 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from minitx.ablation.design import AblationConfig
 from minitx.config import ConfigError, EvaluationConfig, InitFrom, TransformerConfig, from_dict
@@ -45,9 +46,10 @@ from minitx.training.trust import check_trusted
 
 START_FILE, MEASURES_FILE = "start.json", "measures.json"
 LARGEST_ERROR = 1e-5
-MEASURES = ("loss_at_N", "attention_error", "attention_cost")
+MEASURES = ("loss_at_N", "attention_error", "attention_cost", "operations")
 """Names of the numbers that ``Measures`` can write, for ``measures`` of a study. N is a length."""
 _ROWS = 8
+_COUNTED = 3  # the first step without a probe, which come after updates 1, 2, 4, 8, …
 
 
 def check_measures(grid: AblationConfig) -> None:
@@ -68,13 +70,14 @@ class SameStart(L.Callback):
         path: the value of ``init_from.path`` (a checkpoint, a folder, or a name on the hub), or of ``model.path``.
         model: for a model that is loaded by its own target, such as ``minitx.interop.pretrained_hf``: a function of ``task``
             and ``num_labels`` that loads it again, as it is at ``path``.
+        trust: execute the code that a checkpoint names, as the run does with ``trust=true``.
 
     Raises:
         ConfigError: in training, if this number is above 1e-5.
     """
 
-    def __init__(self, path: str, model: Callable[..., nn.Module] | None = None) -> None:
-        self.path, self.model = path, model
+    def __init__(self, path: str, model: Callable[..., nn.Module] | None = None, trust: bool = False) -> None:
+        self.path, self.model, self.trust = path, model, trust
 
     @torch.no_grad()
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
@@ -97,8 +100,8 @@ class SameStart(L.Callback):
                 torch.manual_seed(module.seed)
                 return self.model(task=kind, num_labels=fields.get("num_labels"))
         if Path(self.path).is_file():
-            builds_itself = module.net.stored_node is not None
-            return load_model(self.path, None if builds_itself else copy.deepcopy(module.network))[0]
+            builds_itself = self.trust or module.net.stored_node is not None
+            return load_model(self.path, None if builds_itself else copy.deepcopy(module.network), self.trust)[0]
         start = load_start(InitFrom(path=self.path))
         if start is None or start.shape is None:
             raise ConfigError(f"init_from.fold_scale=true needs a model of minitx, but {self.path} contains another model")
@@ -118,19 +121,24 @@ class Measures(L.Callback):
     ``attention_error``    ||core - exact||_F / ||exact||_F of the trained attention, averaged over layers, on 8 validation
                            rows (exact: softmax attention with the same scale and mask, without a window)
     ``attention_cost``     FLOPs of the cores in a forward pass, divided by those of the ``math`` backend on the same rows
+    ``operations``         FLOPs of training step 3: forward and backward pass, hooks and the optimizer. A probe in this step
+                           (``callbacks.probe.every`` 1 or 3) counts too
     =====================  ======================================================================================
 
     Args:
         lengths: row lengths for the validation text of a language model.
         attention: whether to measure ``attention_error`` and ``attention_cost``.
+        operations: whether to measure ``operations``.
 
     Raises:
         ConfigError: before training, if ``lengths`` are set and the data is not text or a length exceeds a position table, or if
             ``attention`` is set and the model has a bias, sinks, a soft-cap or cross-attention.
     """
 
-    def __init__(self, lengths: tuple[int, ...] = (), attention: bool = False) -> None:
-        self.lengths, self.attention = tuple(lengths), attention
+    def __init__(self, lengths: tuple[int, ...] = (), attention: bool = False, operations: bool = False) -> None:
+        self.lengths, self.attention, self.operations = tuple(lengths), attention, operations
+        self._counter: FlopCounterMode | None = None
+        self._stack = ExitStack()
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         model, data = module.net.config, trainer.datamodule  # type: ignore[attr-defined]
@@ -141,12 +149,25 @@ class Measures(L.Callback):
         if self.lengths:
             _check_lengths(max(self.lengths), model, data)
 
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        if self.operations and self._counter is None and trainer.global_step == _COUNTED - 1:
+            self._counter = self._stack.enter_context(flop_counter())
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == _COUNTED:
+            self._stack.close()
+
+    def on_exception(self, trainer: L.Trainer, module: Any, exception: BaseException) -> None:
+        self._stack.close()
+
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
         data, network = trainer.datamodule, module.network  # type: ignore[attr-defined]
         stored = next(callback.state for callback in trainer.callbacks if isinstance(callback, LastCheckpoint))  # type: ignore[attr-defined]
         config = stored["config"]
         options = from_dict(EvaluationConfig, config["evaluation"])
-        numbers = {}
+        numbers: dict[str, float] = {}
+        if self._counter is not None:
+            numbers["operations"] = self._counter.get_total_flops()
         for length in self.lengths:
             rows = options.num_rows and max(1, options.num_rows * data.task.longest // length)
             part = read(Data, {**config["data"], "context_len": length}, "data")
@@ -212,7 +233,8 @@ def result_of(folder: Path, trained: Mapping[str, Any], cap: int) -> dict[str, A
         trained: the result of ``train``.
         cap: ``trainer.max_steps``.
     """
-    rows = [row for row in read_metrics(folder / "metrics.csv") if row["train_loss"] is not None]
+    table = read_metrics(folder / "metrics.csv")
+    rows = [row for row in table if row["train_loss"] is not None]
     losses, accuracies = [row["train_loss"] for row in rows], [short(row.get("train_accuracy")) for row in rows]
     return {
         "steps": rows[-1]["step"] if rows else 0,
@@ -220,6 +242,7 @@ def result_of(folder: Path, trained: Mapping[str, Any], cap: int) -> dict[str, A
         "loss": [short(loss) for loss in losses],
         "accuracy": None if set(accuracies) <= {None} else accuracies,
         "nonfinite_step": trained["nonfinite_step"],
+        "validation": [[row["step"], finite(row["val_loss"])] for row in table if row.get("val_loss") is not None],
         "val_loss": trained["val_loss"],
         "val_accuracy": trained["val_accuracy"],
         "floors": dict(trained["floors"]),

@@ -40,6 +40,7 @@ from minitx.ablation.formatting import (
     range_text,
     say,
     seeds_text,
+    sides,
     span_text,
     title,
     words,
@@ -202,7 +203,7 @@ def _write_cells(findings: Findings, path: Path) -> None:
 
 def _comparison_sentence(grid: AblationConfig, f: Contrast) -> Text:
     """Return the result of a comparison."""
-    first, second = (words(grid, arm) for arm in f.comparison.arms)
+    first, second = sides(grid, f.comparison, f.condition)
     where = ": ".join(filter(None, [title(grid, f.comparison.study), condition_text(grid, f.condition)]))
     message = "%(where)s. %(quantity)s, “%(second)s” against “%(first)s”: %(word)s, %(kind)s %(value)s %(range)s."
     return say(
@@ -253,13 +254,13 @@ def _number_table(findings: Findings) -> Table:
     grid, rows = findings.grid, []
     for f in findings.findings:
         medians = (median([pair.values[i] for pair in f.pairs], ratio=f.endpoint.is_ratio) for i in range(2))
-        arms = zip(("first arm", "second arm"), f.comparison.arms, medians, strict=True)
+        arms = zip(("first arm", "second arm"), sides(grid, f.comparison, f.condition), medians, strict=True)
         bound, formula = (None if value is None else number(value) for value in (f.bound, f.predicted))
         predicted = say("%(formula)s (formula), at most %(bound)s", formula=formula, bound=bound) if formula else bound or ""
         row = {
             **_first_columns(grid, f),
             "what": words(grid, f.endpoint.text),
-            **{column: say("%(arm)s: %(value)s", arm=words(grid, arm), value=span_text(value)) for column, arm, value in arms},
+            **{column: say("%(arm)s: %(value)s", arm=arm, value=span_text(value)) for column, arm, value in arms},
             "ratio or difference": span_text(f.estimate),
             "range": range_text(f.interval, len(f.pairs)),
             "predicted": predicted,
@@ -432,7 +433,7 @@ def study_pictures(findings: Findings) -> list[Picture]:
             drawn = curves.threshold_panel(findings, listed)
             pictures.append(Picture(f"{name}_threshold{f'_{i}' if i else ''}", heading, caption, drawn))
         for score in study.scores if runs else ():
-            if score != "equal" and study.factors.get("lr"):
+            if score not in ("equal", "speedup") and study.factors.get("lr"):
                 y, missing = ("steps to solve", "not solved") if score == "time" else (f"validation {score}", "not finite")
                 drawn = curves.by_rate(findings, name, score, y, missing)
                 message = "Every finished run is a dot; lines join the medians over seeds. Budget: %(steps)s steps."

@@ -11,8 +11,8 @@ from minitx.config.part import Part, Takes
 from minitx.config.scale_words import Scale
 from minitx.config.schema import Config, ConfigError, Count, Finite, Natural, Positive, Share, needs, require
 
-Core = Annotated[Part, Takes(offers=("head_dim", "num_heads", "max_len"), completes=False)]
-"""An attention core: a function or class that returns a module."""
+OwnAttention = Annotated[Part, Takes(offers=("embed_dim", "num_heads", "head_dim", "max_len", "layer"), completes=False)]
+"""An attention core (a function or class that returns a module), or a subclass of ``minitx.nn.MultiHeadAttention``."""
 
 _BELONG_TO = {
     ("architecture", "encoder", "vision"): ["head"],
@@ -102,8 +102,8 @@ class TransformerConfig(Config):
         ffn_dim: hidden units of the feed-forward; null: 4 * embed_dim (8/3 of it if gated).
         max_len: the longest row with position=learned, the longest context in generation, and the length in scale=log_length.
         dropout: probability of dropping activations and attention weights in training.
-        attention: the attention core: exact | additive | linear | performer | linformer; or one of your own, a mapping with
-            _target_.
+        attention: the attention core: exact | additive | linear | performer | linformer; or, with _target_, a core or a whole
+            layer (a subclass of MultiHeadAttention) of your own.
         window: number of visible keys, including the query's own; null: all. A list is a repeating pattern over the layers:
             [4096, null].
         num_features: number of random features of attention=performer; null: d_k ln d_k.
@@ -186,7 +186,7 @@ class TransformerConfig(Config):
     ffn_dim: Count | None = None
     max_len: Count = 256
     dropout: Share = 0.0
-    attention: Literal["exact", "additive", "linear", "performer", "linformer"] | Core = "exact"
+    attention: Literal["exact", "additive", "linear", "performer", "linformer"] | OwnAttention = "exact"
     window: Count | tuple[Count | None, ...] | None = None
     num_features: Count | None = None
     num_slots: Count | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -194,7 +195,18 @@ class MultiHeadAttention(nn.Module):
             mask = intersect(mask, Padding(key_mask) if key_mask is not None else None, Causal() if is_causal else None)
         if isinstance(attn_bias, nn.Module):
             attn_bias = as_bias(attn_bias)  # the rule with the current table
-        q, k, v = self._project(query, query if key is None else key, value, is_cross, position_ids, cache)
+        source = query if key is None else key
+        memory = cache.recall(source) if is_cross and cache is not None else None
+        if self.rotary is not None and not isinstance(position_ids, Rotation):
+            if position_ids is None:
+                start = 0 if cache is None else cache.length
+                position_ids = torch.arange(start, start + query.shape[1], device=query.device).unsqueeze(0)
+            position_ids = self.rotary.rotation(position_ids, query.shape[0], query.shape[1], query.dtype)
+        q, k, v = self.project(query, source if memory is None else None, value, position_ids)
+        if memory is not None:
+            k, v = memory
+        elif cache is not None and not is_cross:
+            k, v = cache.append(k, v)
         q, multiplier = self._scaled(q, k.shape[2], mask)
         call = AttentionCall(
             *(q, k, v, mask, attn_bias, multiplier, self.softcap, self.sinks),
@@ -205,12 +217,38 @@ class MultiHeadAttention(nn.Module):
         )
         out = self.core(call.check_rules())
         if cache is not None and is_cross:
-            cache.remember(k, v, query if key is None else key)
+            cache.remember(k, v, source)
         elif cache is not None:
             cache.advance(query.shape[1])
         out, weights = out if isinstance(out, tuple) else (out, None)
-        out = self.out_proj(out.transpose(1, 2).flatten(2))  # (B, H, L, D) -> (B, L, H * D) -> (B, L, E)
+        out = self.merge(out, query)
         return out if weights is None else (out, weights)
+
+    def project(self, query: Tensor, key: Tensor | None, value: Tensor | None, rotation: Any) -> tuple[Tensor, Any, Any]:
+        """Return q (B, H, L, D), k and v (B, Hkv, S, D): projections, heads, QK-norm, rotary positions. A subclass may compute others.
+
+        Args:
+            query: (B, L, E).
+            key: (B, S, kdim), or None for q alone, if a cache has the keys and values of cross-attention. k and v are then None.
+            value: (B, S, vdim), or None: ``key``.
+            rotation: the ``Rotation`` of a layer with ``rotary``. Other layers ignore it.
+        """
+        B, L, D = query.shape[0], query.shape[1], self.head_dim
+        q = self.q_proj(query).view(B, L, self.num_heads, D).transpose(1, 2)  # (B, L, H * D) -> (B, H, L, D)
+        if key is None:
+            return q if self.qk_norm is None else self.qk_norm(q, None)[0], None, None
+        S = key.shape[1]
+        k = self.k_proj(key).view(B, S, self.num_kv_heads, D).transpose(1, 2)  # (B, Hkv, S, D)
+        v = self.v_proj(key if value is None else value).view(B, S, self.num_kv_heads, D).transpose(1, 2)
+        if self.qk_norm is not None:
+            q, k = self.qk_norm(q, k)
+        if self.rotary is not None:
+            q, k = self.rotary(q, rotation), self.rotary(k, rotation)
+        return q, k, v
+
+    def merge(self, heads: Tensor, query: Tensor) -> Tensor:
+        """Return the output (B, L, E) from the outputs of the heads (B, H, L, D). A subclass may also use the input (B, L, E)."""
+        return self.out_proj(heads.transpose(1, 2).flatten(2))  # (B, H, L, D) -> (B, L, H * D) -> (B, L, E)
 
     def _scaled(self, q: Tensor, num_keys: int, mask: Mask | None) -> tuple[Tensor, float]:
         """The query and the multiplier of q·k. A scale that depends on the head or on the query's position multiplies the query."""
@@ -234,36 +272,6 @@ class MultiHeadAttention(nn.Module):
             return LayerCache(capacity)
         make = getattr(self.core, "make_cache", None)
         return LayerCache(capacity, window) if make is None else make(capacity)
-
-    def _project(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor | None,
-        is_cross: bool,
-        position_ids: Tensor | Rotation | None,
-        cache: LayerCache | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Projections, heads, QK-norm, rotary and cache: q (B, H, L, D), k and v (B, Hkv, S, D)."""
-        B, L = query.shape[:2]
-        D = self.head_dim
-        q = self.q_proj(query).view(B, L, self.num_heads, D).transpose(1, 2)  # (B, L, H * D) -> (B, H, L, D)
-        if is_cross and cache is not None and (memory := cache.recall(key)) is not None:
-            return q if self.qk_norm is None else self.qk_norm(q, None)[0], *memory
-        S = key.shape[1]
-        k = self.k_proj(key).view(B, S, self.num_kv_heads, D).transpose(1, 2)  # (B, Hkv, S, D)
-        v = self.v_proj(key if value is None else value).view(B, S, self.num_kv_heads, D).transpose(1, 2)
-        if self.qk_norm is not None:
-            q, k = self.qk_norm(q, k)
-        if self.rotary is not None:
-            if position_ids is None:
-                start = 0 if cache is None else cache.length
-                position_ids = torch.arange(start, start + L, device=q.device).unsqueeze(0)
-            rotation = self.rotary.rotation(position_ids, B, L, q.dtype) if isinstance(position_ids, Tensor) else position_ids
-            q, k = self.rotary(q, rotation), self.rotary(k, rotation)
-        if cache is None or is_cross:
-            return q, k, v
-        return q, *cache.append(k, v)
 
     def _check_parts(self) -> None:
         for name in ("scale", "qk_norm", "rotary"):

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minitx.config.part import Part
 from minitx.config.transformer import TransformerConfig
 from minitx.nn.models import TransformerModel, build_model
 from minitx.nn.scale import OtherScale
@@ -40,19 +39,11 @@ def changes_of(model: nn.Module) -> list[str]:
             return [f"{type(model).__name__} is not a model of minitx.nn"]
         expected = getattr(model, "stored_structure", None)
         return _outermost(_faults(structure_of(model), expected)) if isinstance(expected, Mapping) else []
-    attention = model.config.attention
-    part = attention if isinstance(attention, Part) else None  # whose cores are not built here
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        built = build_model(model.config, nn.Identity if part else None)
+        built = build_model(model.config)
     parts = structure_of(model)
     faults = _faults({**_settings(model), **parts}, {**_settings(built), **structure_of(built)}, parts)
-    faults = {name: text for name, text in faults.items() if name.rpartition(".")[2] not in TRAINING_ONLY}
-    if part:
-        faults = {name: text for name, text in faults.items() if ".core" not in name}
-        for name, module in model.named_modules() if isinstance(part.target, type) else ():
-            if name.endswith("attention.core") and type(module) is not part.target:
-                faults[name] = f"{name} is {type(module).__name__}, not {part.name}"
-    return _outermost(faults)
+    return _outermost({name: text for name, text in faults.items() if name.rpartition(".")[2] not in TRAINING_ONLY})
 
 
 def hooked_modules(model: nn.Module) -> list[str]:

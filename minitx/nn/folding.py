@@ -125,7 +125,8 @@ def fold_scale(
     """Change the score scale of a model and compensate in its weights, so that the model computes the same function.
 
     Let c be the old multiplier and c' the new one. W_Q and its bias are multiplied by sign(c/c') √|c/c'|, and W_K and its bias by
-    √|c/c'|. Then c' q'·k' = c q·k. The model's config is updated.
+    √|c/c'|. Then c' q'·k' = c q·k. With QK-norm, its gains are multiplied instead. A learned or log-length scale keeps its kind, and
+    ``factor`` changes. The model's config is updated.
 
     In a model that ``minitx.interop.adopt_hf`` adopted, queries and keys are multiplied in the same way, in the projections or norms
     whose names are in ``minitx.nn.folding.PROJECTIONS``, and the model is called before and after. If no weights of a layer make its
@@ -140,9 +141,9 @@ def fold_scale(
         inputs: the arguments of the calls of an adopted model. Default: some token ids or random images.
 
     Raises:
-        ValueError: the model has no attention; the old or the new scale is 0 or has no fixed multiplier (``learned``,
-            ``log_length``); a layer has QK-norm (it would undo the change); a core computes no dot products; W_Q or W_K is not a
-            plain ``nn.Linear`` (a subclass, quantised, parametrised, with LoRA or hooks); or another layer uses the same weight
+        ValueError: the model has no attention; the old or the new scale is 0; one of both has no fixed multiplier (``learned``,
+            ``log_length``) and the other is of another kind; a layer has ``qk_norm=l2``; a core computes no dot products; W_Q or W_K
+            is not a plain ``nn.Linear`` (a subclass, quantised, parametrised, with LoRA or hooks); or another layer uses the same weight
             and needs another factor (``v_proj``, an embedding). In adopted models: the layer has no projection or norm of a known
             name with plain weights (LoRA, quantised weights), the outputs would differ, or the queries are clipped. The model is
             then unchanged.
@@ -173,15 +174,56 @@ def fold_ours(model: nn.Module, to: str | float, factor: float) -> nn.Module:
     """``fold_scale`` for the attention of minitx: the multipliers are known, so the model is not called."""
     layers = _our_layers(model)
     new = _new_scales(layers, to, factor)
+    folds = list[Fold]()
     for name, layer in layers.items():
         if (reason := _why_not_fold(layer, new[name])) is not None:
             raise ValueError(f"cannot fold the scale of {name or type(layer).__name__}: {reason}")
-    ratios = {name: layer.scale.multiplier / new[name].multiplier for name, layer in layers.items()}
-    queries = {name: _found(name, layer, "query", None) for name, layer in layers.items()}
-    keys = {name: _found(name, layer, "key", None) for name, layer in layers.items() if ratios[name] != 1}
-    _multiply(model, _shared(queries, keys, ratios))
+        old, ratio = layer.scale, layer.scale.factor / new[name].factor
+        if old.multiplier is not None:
+            ratio = old.multiplier / new[name].multiplier
+        makers = {"query": _makers(layer, "query"), "key": _makers(layer, "key") if ratio != 1 else {}}
+        for role, share in _shares(ratio).items():
+            for part, module in makers[role].items():
+                parameters = tuple(parameter for parameter, _ in module.named_parameters())
+                folds.append(Fold(f"{name}.{part}".removeprefix("."), role, module, parameters, ratio=share))
+    _multiply(model, folds)
     _replace_scales(model, layers, new, to, factor)
     return model
+
+
+def _makers(layer: Any, role: str) -> dict[str, nn.Module]:
+    """The modules, by name, that the queries or keys of one of our layers are proportional to.
+
+    They are the norm of QK-norm, or the projections whose names end in ``q_proj`` or ``k_proj``: a subclass may have several.
+    """
+    if layer.qk_norm is not None:
+        return {f"qk_norm.{role}_norm": layer.qk_norm.get_submodule(f"{role}_norm")}
+    named = layer.named_modules(remove_duplicate=False)  # queries and keys may share a projection
+    return {name: module for name, module in named if "." not in name and name.endswith(f"{role[0]}_proj")}
+
+
+@torch.no_grad()
+def fold_start(model: nn.Module, fold: str) -> None:
+    """Multiply what makes the queries and keys of our layers, for ``fold`` of ``init_weights``; with ``qk_norm=l2``, the gain of the keys."""
+    done = set[Tensor]()
+    for layer in _our_layers(model).values():
+        D, norm = layer.head_dim, layer.qk_norm
+        factors = {"query": D**-0.5} if fold == "query" else {"query": D**-0.25, "key": D**-0.25}
+        if norm is not None and norm.kind == "l2":
+            parameters = {norm.gain: D**-0.5}
+        else:
+            modules = [(module, factor) for role, factor in factors.items() for module in _makers(layer, role).values()]
+            parameters = {parameter: factor for module, factor in modules for parameter in module.parameters()}
+        for parameter, factor in parameters.items():
+            if parameter not in done:  # once, although layers may share it
+                parameter.mul_(factor)
+        done |= parameters.keys()
+
+
+def _shares(ratio: float) -> dict[str, float]:
+    """The roots of ``ratio``, by role. The queries take the sign."""
+    share = math.sqrt(abs(ratio))
+    return {"query": math.copysign(share, ratio), "key": share}
 
 
 def _fold_adopted(
@@ -205,10 +247,9 @@ def _fold_adopted(
 
 
 def _shared(queries: Mapping[str, Fold], keys: Mapping[str, Fold], ratios: Mapping[str, float]) -> list[Fold]:
-    """The folds of queries and keys, with the roots of ``ratios`` as factors. The queries take the sign."""
-    shares = {name: math.sqrt(abs(ratio)) for name, ratio in ratios.items()}
-    folds = [replace(fold, ratio=math.copysign(shares[name], ratios[name])) for name, fold in queries.items()]
-    return folds + [replace(fold, ratio=shares[name]) for name, fold in keys.items()]
+    """The folds of queries and keys, with the roots of ``ratios`` as factors."""
+    both = (("query", queries), ("key", keys))
+    return [replace(fold, ratio=_shares(ratios[name])[role]) for role, folds in both for name, fold in folds.items()]
 
 
 def set_scale(model: nn.Module, to: str | float, *, factor: float = 1.0) -> nn.Module:
@@ -258,11 +299,15 @@ def _our_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def _new_scales(layers: Mapping[str, Any], to: str | float, factor: float) -> dict[str, ScoreScale]:
-    """A new scale for each of our attention layers."""
-    return {
+    """A new scale for each of our attention layers. The parameters of a learned scale are kept."""
+    new = {
         name: ScoreScale(to, head_dim=layer.head_dim, num_heads=layer.num_heads, max_len=layer.scale.max_len, factor=factor)
         for name, layer in layers.items()
     }
+    for name, layer in layers.items():
+        if to == layer.scale.scale == "learned":
+            new[name].log_scale = nn.Parameter(layer.scale.log_scale.detach().clone())
+    return new
 
 
 def _replace_scales(
@@ -276,20 +321,25 @@ def _replace_scales(
             module.config = replace(config, scale=to, scale_factor=factor)  # type: ignore[assignment]
 
 
-def _why_not_fold(layer: nn.Module, new: ScoreScale) -> str | None:
+def _why_not_fold(layer: Any, new: ScoreScale) -> str | None:
     """The reason why the scale of one of our attention layers cannot be folded into ``new``, or None."""
-    projections: Any = (layer.q_proj, layer.k_proj)
     old: Any = layer.scale
-    faults = [fault for projection in projections if (fault := not_plain(projection, nn.Linear, ("weight", "bias")))]
+    is_same_kind = type(old) is type(new) and old.scale == new.scale
     reasons = {
-        f"scale={old.scale} has no fixed multiplier": old.multiplier is None,
-        f"to={new.scale} has no fixed multiplier": new.multiplier is None,
-        "the old or the new scale is 0": 0.0 in (old.multiplier, new.multiplier),
-        "qk_norm would undo a change of W_Q and W_K": layer.qk_norm is not None,
+        f"scale={old.scale} has no fixed multiplier": old.multiplier is None and not is_same_kind,
+        f"to={new.scale} has no fixed multiplier": new.multiplier is None and not is_same_kind,
+        "the old or the new scale is 0": 0.0 in (old.multiplier, new.multiplier, old.factor, new.factor),
+        "qk_norm=l2 has no gain for queries": layer.qk_norm is not None and layer.qk_norm.kind == "l2",
         f"{type(layer.core).__name__} computes no dot products": not getattr(layer.core, "has_dot_products", False),
-        f"q_proj and k_proj must be plain Linear layers: {', '.join(faults)}": bool(faults),
     }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    for reason, holds in reasons.items():
+        if holds:
+            return reason
+    kind = nn.Linear if layer.qk_norm is None else type(layer.qk_norm.query_norm)
+    modules = [module for role in ("query", "key") for module in _makers(layer, role).values()]
+    faults = [fault for module in modules if (fault := not_plain(module, kind, ("weight", "bias")))]
+    what = "q_proj and k_proj" if layer.qk_norm is None else "the norms of queries and keys"
+    return f"{what} must be plain {kind.__name__} layers: {', '.join(faults)}" if faults else None
 
 
 def _uses(model: nn.Module, layers: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> tuple[dict[str, Use], Again]:
@@ -317,8 +367,8 @@ def _ratio_of(name: str, layer: Any, use: Use, to: str | float, factor: float) -
     return use.multiplier / new
 
 
-def _found(name: str, layer: nn.Module, role: str, use: Use | None) -> Fold:
-    """The weights that make the queries or keys of an attention layer, by the names in ``PROJECTIONS``.
+def _found(name: str, layer: nn.Module, role: str, use: Use) -> Fold:
+    """The weights that make the queries or keys of an adopted attention layer, by the names in ``PROJECTIONS``.
 
     Raises:
         ValueError: the layer has no such weights of a known name, or not in a plain projection or norm.
@@ -333,8 +383,6 @@ def _found(name: str, layer: nn.Module, role: str, use: Use | None) -> Fold:
         known = ", ".join(filter(None, (row.query if role == "query" else row.key for row in PROJECTIONS)))
         raise ValueError(f"{REFUSED}{name} has no weights for its {role} under a known name ({known})")
     fold = Fold(f"{name}.{part}".removeprefix("."), role, module, tuple(parameters))
-    if use is None:  # ours, checked before
-        return fold
     # writing to a quantised weight may have no effect; nested parameters belong to an adapter or a parametrisation
     if not {*parameters} <= {"weight", "bias"} or any(type(parameter) is not nn.Parameter for parameter in parameters.values()):
         raise ValueError(f"{REFUSED}{fold.name}, {type(module).__name__}, is no projection or norm with plain weights")

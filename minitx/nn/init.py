@@ -101,7 +101,8 @@ def init_weights(
         model: any module. Layers of this package get their role; other linear layers and embeddings are initialised too.
         scheme: ``gpt2``, ``lecun``, ``xavier``, ``torch_mha``, ``torch_linear`` or ``t5``.
         fold: put the factor 1/√D into the weights, so that unscaled logits start like scaled ones. ``query`` multiplies W_Q and
-            its bias by D^-½. ``symmetric`` multiplies W_Q and W_K by D^-¼ each. Default: neither.
+            its bias by D^-½. ``symmetric`` multiplies W_Q and W_K by D^-¼ each. With QK-norm, its gains are multiplied instead.
+            Default: neither.
         num_layers: the depth, for the residual projections of ``gpt2``.
         gains: factors on the drawn weights, by role (``query``, ``key``, ``value``, ``up``, ``residual``, ``head``,
             ``embedding``, ``weight``). DeepNorm's β is a factor on ``value``, ``up`` and ``residual``. A factor of 0 on
@@ -130,7 +131,7 @@ def init_weights(
     draw = _Drawer(SCHEMES[scheme], num_layers, gains or {}, generator)
     for module in model.modules():
         if isinstance(module, MultiHeadAttention):
-            draw.attention(module, fold)
+            draw.attention(module)
         elif isinstance(module, FeedForward):
             for layer, role in ((module.gate_proj, "up"), (module.up_proj, "up"), (module.down_proj, "residual")):
                 draw.layer(layer, role)
@@ -146,6 +147,10 @@ def init_weights(
             module.reset_parameters(generator)
         elif not isinstance(module, MultiHeadAttention | FeedForward) and hasattr(module, "reset_parameters"):
             module.reset_parameters()
+    if fold is not None:  # after the draws, so that folded and unfolded models differ by exactly this factor
+        from minitx.nn.folding import fold_start
+
+        fold_start(model, fold)
     return model
 
 
@@ -156,17 +161,15 @@ class _Drawer:
         self.scheme, self.num_layers, self.gains, self.generator = scheme, num_layers, gains, generator
         self.drawn: set[Tensor] = set()
 
-    def attention(self, module: MultiHeadAttention, fold: str | None) -> None:
-        """Initialise the four projections, with the fold on W_Q and W_K."""
-        D = module.head_dim
-        factors = {"query": {"q": D**-0.5}, "symmetric": {"q": D**-0.25, "k": D**-0.25}}.get(fold or "", {})
+    def attention(self, module: MultiHeadAttention) -> None:
+        """Initialise the four projections."""
         for name, role in (("q", "query"), ("k", "key"), ("v", "value"), ("out", "residual")):
-            self.layer(getattr(module, f"{name}_proj"), role, factors.get(name, 1.0), head_dim=D)
+            self.layer(getattr(module, f"{name}_proj"), role, head_dim=module.head_dim)
         if module.sinks is not None:
             nn.init.zeros_(module.sinks)
 
-    def layer(self, module: nn.Linear | nn.Embedding | None, role: str, factor: float = 1.0, head_dim: int = 1) -> None:
-        """Initialise a table, or a projection and its bias, and multiply the values by ``factor``.
+    def layer(self, module: nn.Linear | nn.Embedding | None, role: str, head_dim: int = 1) -> None:
+        """Initialise a table, or a projection and its bias.
 
         The fan-in of a table is its width, as for a tied head.
         """
@@ -179,12 +182,11 @@ class _Drawer:
         if module.weight not in self.drawn:
             std = self.scheme.roles.get(role, self.scheme.weight)
             _fill(module.weight, std(sizes), self.scheme.uniform and role != "embedding", self.generator)
-            # after the draw, so that folded and unfolded models differ by exactly this factor
-            module.weight.mul_(factor * gain)
+            module.weight.mul_(gain)
             if isinstance(module, nn.Embedding) and module.padding_idx is not None:
                 nn.init.zeros_(module.weight[module.padding_idx])
         if bias is not None and bias not in self.drawn:  # even if the weight was drawn with a tied table
-            _fill(bias, self.scheme.bias(sizes) * factor * gain if self.scheme.bias else 0.0, True, self.generator)
+            _fill(bias, self.scheme.bias(sizes) * gain if self.scheme.bias else 0.0, True, self.generator)
         self.drawn |= {module.weight} if bias is None else {module.weight, bias}
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +26,6 @@ from minitx.nn.positions import (
     num_rows,
 )
 from minitx.nn.scale import ScoreScale
-
-CoreBuilder = Callable[[], nn.Module]
-"""A function that builds one attention core: a module that maps an ``AttentionCall`` to (B, H, L, Dv)."""
 
 
 class Embeddings(nn.Module):
@@ -73,27 +71,35 @@ class Embeddings(nn.Module):
         return x if self.dropout is None else self.dropout(x)
 
 
-def build_attention(
-    config: TransformerConfig, layer: int = 0, *, rotary: bool = True, core: CoreBuilder | None = None
-) -> MultiHeadAttention:
-    """Build the attention of block number ``layer``. Cross-attention has ``rotary=False``. ``core`` builds another core."""
-    D = config.width_per_head
+def build_attention(config: TransformerConfig, layer: int = 0, *, rotary: bool = True) -> MultiHeadAttention:
+    """Build the attention of block number ``layer``. Cross-attention has ``rotary=False``.
+
+    ``config.attention`` may name a subclass of ``MultiHeadAttention``. It gets the arguments of its base class, and ``layer`` if it
+    has this parameter.
+    """
+    D, sizes = config.width_per_head, (config.embed_dim, config.num_heads)
     scale = ScoreScale(config.scale, head_dim=D, num_heads=config.num_heads, max_len=config.max_len, factor=config.scale_factor)
-    return MultiHeadAttention(
-        config.embed_dim,
-        config.num_heads,
-        num_kv_heads=config.kv_heads,
-        head_dim=D,
-        bias=config.has_qkv_bias,
-        out_bias=config.has_out_bias,
-        dropout=config.dropout,
-        softcap=config.softcap,
-        scale=scale,
-        qk_norm=QKNorm(config.qk_norm, D, num_kv_heads=config.kv_heads, eps=config.qk_norm_eps) if config.qk_norm else None,
-        rotary=build_rotary(config, layer) if rotary and config.position == "rotary" else None,
-        sinks=config.sinks,
-        core=build_attention_core(config) if core is None else core(),
-    )
+    options: dict[str, Any] = {
+        "num_kv_heads": config.kv_heads,
+        "head_dim": D,
+        "bias": config.has_qkv_bias,
+        "out_bias": config.has_out_bias,
+        "dropout": config.dropout,
+        "softcap": config.softcap,
+        "scale": scale,
+        "qk_norm": QKNorm(config.qk_norm, D, num_kv_heads=config.kv_heads, eps=config.qk_norm_eps) if config.qk_norm else None,
+        "rotary": build_rotary(config, layer) if rotary and config.position == "rotary" else None,
+        "sinks": config.sinks,
+    }
+    part: Any = config.attention
+    target = getattr(part, "target", None)
+    if not (isinstance(target, type) and issubclass(target, MultiHeadAttention)):
+        return MultiHeadAttention(*sizes, **options, core=build_attention_core(config, layer))
+    if both := sorted({"embed_dim", "num_heads", "max_len", *options} & {*part.arguments}):
+        raise ValueError(f"attention.{both[0]} is set by the model: remove it, and set the model's own key")
+    if "layer" in part.names:
+        options["layer"] = layer
+    return replace(part, is_partial=True).build()(*sizes, **options)
 
 
 class CappedHead(nn.Linear):
@@ -151,11 +157,11 @@ def build_head(config: TransformerConfig, token: nn.Embedding | None = None) -> 
     return head
 
 
-def build_attention_core(config: TransformerConfig) -> nn.Module:
-    """Build the attention core that ``config.attention`` names."""
+def build_attention_core(config: TransformerConfig, layer: int = 0) -> nn.Module:
+    """Build the attention core of block number ``layer``."""
     if not isinstance(config.attention, str):
         sizes = {"head_dim": config.width_per_head, "num_heads": config.num_heads, "max_len": config.max_len}
-        return config.attention.build(**sizes)
+        return config.attention.build(**sizes, embed_dim=config.embed_dim, layer=layer)
     if config.attention == "exact":
         return DotProductAttention(backend=config.backend)
     from minitx.nn.efficient import build_core
@@ -192,7 +198,6 @@ def build_block(
     *,
     causal: bool,
     cross: bool = False,
-    core: CoreBuilder | None = None,
 ) -> Block:
     """Build block number ``layer`` of ``num_layers``. Later blocks have a higher probability of stochastic depth."""
     drop = config.stochastic_depth * (layer + 1) / num_layers  # Huang et al. 2016, eq. 4
@@ -202,11 +207,11 @@ def build_block(
         return nn.Sequential(*gain, *([StochasticDepth(drop)] if drop > 0.0 else []))
 
     return Block(
-        build_attention(config, layer, core=core),
+        build_attention(config, layer),
         FeedForward(config.embed_dim, config.ffn_width, activation=config.activation, bias=config.bias, dropout=config.dropout),
         norm=lambda: make_norm(config.norm, config.embed_dim, config.norm_eps),
         causal=causal,
-        cross_attention=build_attention(config, rotary=False, core=core) if cross else None,
+        cross_attention=build_attention(config, layer, rotary=False) if cross else None,
         norm_position=config.norm_position,
         parallel=config.parallel,
         dropout=config.dropout,

@@ -17,7 +17,7 @@ from minitx.nn.blocks import run_checkpointed
 from minitx.nn.cache import KVCache, LayerCache
 from minitx.nn.functional import require_tensor
 from minitx.nn.init import init_weights
-from minitx.nn.layers import CoreBuilder, Embeddings, build_bias, build_block, build_head, init_gains
+from minitx.nn.layers import Embeddings, build_bias, build_block, build_head, init_gains
 from minitx.nn.masks import Causal, Documents, Mask, Padding, SlidingWindow, as_mask, intersect, require_bool
 from minitx.nn.norms import make_norm
 from minitx.nn.positions import ID_DTYPES, Rotary, Rotation, position_ids_from
@@ -44,7 +44,6 @@ class TransformerModel(nn.Module):
         embeddings: the module that computes the input of the first block.
         causal: whether the blocks are causal, as in a decoder.
         cross: whether the blocks have cross-attention.
-        core: a function that builds the attention core of a layer, instead of ``config.attention``.
 
     Raises:
         ValueError: ``config.architecture`` is not the architecture of the class.
@@ -61,7 +60,6 @@ class TransformerModel(nn.Module):
         *,
         causal: bool = False,
         cross: bool = False,
-        core: CoreBuilder | None = None,
     ) -> None:
         super().__init__()
         if self.architecture not in (None, config.architecture):
@@ -70,7 +68,7 @@ class TransformerModel(nn.Module):
         self.config, self.causal, self.embeddings = config, causal, embeddings
         num_layers = config.decoder_layers if causal else config.num_layers
         self.blocks = nn.ModuleList(
-            build_block(config, layer, num_layers, causal=causal, cross=cross, core=core) for layer in range(num_layers)
+            build_block(config, layer, num_layers, causal=causal, cross=cross) for layer in range(num_layers)
         )
         self.windows = tuple(config.window_of(layer) for layer in range(num_layers))
         self.attn_bias = build_bias(config, decoder=causal)
@@ -261,7 +259,6 @@ class DecoderLM(TransformerModel):
 
     Args:
         config: the model's config. ``vocab_size`` must be set.
-        core: a function that builds the attention core of a layer, instead of ``config.attention``.
         generator: for the initial weights. Default: torch's global generator.
 
     Raises:
@@ -274,10 +271,8 @@ class DecoderLM(TransformerModel):
 
     architecture = "decoder"
 
-    def __init__(
-        self, config: TransformerConfig, *, core: CoreBuilder | None = None, generator: torch.Generator | None = None
-    ) -> None:
-        super().__init__(config, Embeddings(config), causal=True, core=core)
+    def __init__(self, config: TransformerConfig, *, generator: torch.Generator | None = None) -> None:
+        super().__init__(config, Embeddings(config), causal=True)
         self.head = build_head(config, self.embeddings.token)
         self._init_weights(generator)
 
@@ -332,7 +327,6 @@ class Encoder(TransformerModel):
 
     Args:
         config: the model's config. ``vocab_size`` must be set, and ``num_labels`` for ``sequence`` and ``token``.
-        core: a function that builds the attention core of a layer, instead of ``config.attention``.
         generator: for the initial weights. Default: torch's global generator.
 
     Raises:
@@ -346,10 +340,8 @@ class Encoder(TransformerModel):
 
     architecture = "encoder"
 
-    def __init__(
-        self, config: TransformerConfig, *, core: CoreBuilder | None = None, generator: torch.Generator | None = None
-    ) -> None:
-        super().__init__(config, Embeddings(config), core=core)
+    def __init__(self, config: TransformerConfig, *, generator: torch.Generator | None = None) -> None:
+        super().__init__(config, Embeddings(config))
         self.pool = Pool(config) if config.head == "sequence" or config.has_pooler else None
         self.head = build_head(config, self.embeddings.token)
         self._init_weights(generator)
@@ -411,7 +403,6 @@ class VisionTransformer(TransformerModel):
     Args:
         config: the model's config. ``image_size``, ``num_channels`` and, with ``head=sequence``, ``num_labels`` must be set.
             ``patch_size`` is P, in pixels.
-        core: a function that builds the attention core of a layer, instead of ``config.attention``.
         generator: for the initial weights. Default: torch's global generator.
 
     Raises:
@@ -426,10 +417,8 @@ class VisionTransformer(TransformerModel):
 
     architecture = "vision"
 
-    def __init__(
-        self, config: TransformerConfig, *, core: CoreBuilder | None = None, generator: torch.Generator | None = None
-    ) -> None:
-        super().__init__(config, PatchEmbeddings(config), core=core)
+    def __init__(self, config: TransformerConfig, *, generator: torch.Generator | None = None) -> None:
+        super().__init__(config, PatchEmbeddings(config))
         self.pool = Pool(config) if config.head == "sequence" or config.has_pooler else None
         self.head = build_head(config)
         self._init_weights(generator)
@@ -519,7 +508,6 @@ class EncoderDecoder(TransformerModel):
     Args:
         config: the model's config. ``vocab_size`` must be set. ``num_layers`` is the depth of the encoder, ``num_decoder_layers``
             the depth of the decoder.
-        core: a function that builds the attention core of a layer, instead of ``config.attention``.
         generator: for the initial weights. Default: torch's global generator.
 
     Raises:
@@ -533,12 +521,10 @@ class EncoderDecoder(TransformerModel):
 
     architecture = "encoder_decoder"
 
-    def __init__(
-        self, config: TransformerConfig, *, core: CoreBuilder | None = None, generator: torch.Generator | None = None
-    ) -> None:
+    def __init__(self, config: TransformerConfig, *, generator: torch.Generator | None = None) -> None:
         source = Embeddings(config)
-        encoder = TransformerModel(config, source, core=core)
-        super().__init__(config, Embeddings(config, source.token), causal=True, cross=True, core=core)
+        encoder = TransformerModel(config, source)
+        super().__init__(config, Embeddings(config, source.token), causal=True, cross=True)
         self.head = build_head(config, source.token)
         self.encoder = encoder
         self._init_weights(generator)
@@ -600,11 +586,11 @@ MODELS = {model.architecture: model for model in (DecoderLM, Encoder, EncoderDec
 
 
 @takes_fields_of(TransformerConfig)
-def build_model(config: TransformerConfig, core: CoreBuilder | None = None) -> TransformerModel:
-    """Build the model of ``config.architecture``. ``core`` builds the attention core of each layer, instead of ``config.attention``.
+def build_model(config: TransformerConfig) -> TransformerModel:
+    """Build the model of ``config.architecture``.
 
     >>> from minitx.config import TransformerConfig
     >>> type(build_model(TransformerConfig(architecture="encoder", vocab_size=11))).__name__
     'Encoder'
     """
-    return MODELS[config.architecture](config, core=core)
+    return MODELS[config.architecture](config)

@@ -332,7 +332,10 @@ def load_start(init_from: InitFrom) -> Start | None:
     checkpoint = read_checkpoint(os.path.expanduser(path), key="init_from.path", verb="start from")
     state = checkpoint["minitx"]
     model = dict(state["model"])
-    shape = model if model.pop("_target_") == MODEL else None
+    target = model.pop("_target_")
+    # a user's function may take a TransformerConfig too
+    takes_our_keys = target != FROM_PYTHON and {"scale", "scale_factor"} <= model.keys()
+    shape = model if target == MODEL or takes_our_keys else None
     return Start(
         path=path,
         fold_scale=init_from.fold_scale,

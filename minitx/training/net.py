@@ -232,6 +232,8 @@ class Net:
             return {"_target_": FROM_PYTHON, "changes": changes, **({} if self.config is None else to_dict(self.config))}
         if part.is_object:
             return {"_target_": f"{type(self.network).__module__}.{type(self.network).__qualname__}"}
+        if self.config is not None and part.fields is not None:
+            part = part.with_fields(self.config)  # with what the data determined
         return {**{name: value for name, value in fields.items() if name in part.names}, **part.plain()}
 
     @property

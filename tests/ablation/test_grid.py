@@ -14,7 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 import minitx.ablation.grid as module
 from minitx.ablation import design
 from minitx.ablation.design import AblationConfig, StartConfig, StudyConfig, ThresholdConfig
-from minitx.ablation.grid import Cell, GridPlace, cells, code_fingerprint
+from minitx.ablation.grid import Cell, GridPlace, cells, code_fingerprint, named_code
 from minitx.config import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -77,6 +77,25 @@ def test_a_cell_of_the_second_phase_loads_the_first_one_and_checks_that_it_is_th
     assert words[-1].startswith("+callbacks.same_start=") and str(path) in words[-1]
     assert OverridesParser.create().parse_override(words[-3]).value() == str(path)
     assert cell.describe(tmp_path)["start"] == cell.start.hash
+
+
+def test_the_code_of_a_target_in_the_current_folder_is_part_of_the_hash(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def hash_with(text, target="mine.part.Layer"):
+        named_code.cache_clear()
+        (tmp_path / "mine").mkdir(exist_ok=True)
+        (tmp_path / "mine" / "part.py").write_text(text)
+        return Cell(GridPlace("main", "a", (), 1), (f"model.attention={{_target_: {target}}}",)).hash
+
+    assert hash_with("x = 1") == hash_with('"""A comment."""\nx = 1') != hash_with("x = 2")
+    assert hash_with("x = 1", "minitx.nn.LinearAttention") == hash_with("x = 2", "minitx.nn.LinearAttention")
+
+
+def test_a_check_of_the_start_trusts_the_checkpoint_if_the_run_does(tmp_path):
+    start = Cell(GridPlace("first", "a", (), 1), ("seed=1",))
+    checks = [Cell(GridPlace("main", "a", (), 1), (word,), start).words(tmp_path)[-1] for word in ("trust=true", "trust=false")]
+    assert ["trust: true" in check for check in checks] == [True, False]
 
 
 @pytest.mark.parametrize(("wrong", "message"), [

@@ -8,9 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from minitx.ablation.design import ComparisonConfig
+from minitx.ablation.formatting import sides
 from minitx.ablation.grid import Run
 from minitx.ablation.intervals import Span
 from minitx.ablation.judge import Arm, Endpoint, Parts, judge, slopes, verdicts
+from minitx.config import ConfigError
 from tests.ablation import made_up
 from tests.ablation.made_up import BOTH, RATES, SCALED, SEEDS, UNSCALED, Truth, foretold
 
@@ -196,6 +199,65 @@ def test_a_measure_is_judged_at_the_rate_that_the_loss_chose():
     finding = one(judge(found.grid, found.runs), "text", "loss_at_9")
     assert [pair.values[0].low for pair in finding.pairs] == [3.2e-3] * 6
     assert [pair.values[1].low for pair in finding.pairs] == [float(pair.rates[1]) for pair in finding.pairs]
+
+
+def speeds(slopes_and_operations, **changes):
+    """``text`` with validations on a line from 3.0: the finding about the speed."""
+    found = made_up.findings("text", fields={"scores": ("loss", "speedup"), "factors": {}})
+    for run in found.runs.select("text"):
+        slope, operations = slopes_and_operations[run.arm]
+        curve = [[step, 3.0 - slope * step] for step in (30, 60, 90, 120)]
+        run.record["result"] |= {
+            "measures": {"operations": operations},
+            "validation": curve,
+            "val_loss": curve[-1][1],
+            "steps": 120,
+        }
+        run.record["result"] |= changes.get(run.arm, {})
+    return one(judge(found.grid, found.runs), "text", "speedup")
+
+
+@pytest.mark.parametrize(("slope", "operations", "ratio", "word"), [
+    (0.015, 8, 1.5 * 10 / 8, "MORE"), (0.005, 10, 0.5, "LESS"), (0.01, 10, 1.0, "SAME"), (0.01, 5, 2.0, "MORE"),
+])  # fmt: skip
+def test_the_speed_is_the_ratio_of_operations_until_both_runs_have_the_larger_final_loss(slope, operations, ratio, word):
+    finding = speeds({SCALED: (0.01, 10), UNSCALED: (slope, operations)})
+    assert finding.estimate.low == finding.estimate.high == pytest.approx(ratio)
+    assert finding.word == word and finding.endpoint.is_ratio
+    spent = [span.low for span in finding.pairs[0].values]
+    assert spent == pytest.approx([120 * 10 * min(1, slope / 0.01), 120 * operations * min(1, 0.01 / slope)])
+
+
+def test_the_speed_of_a_run_that_is_not_finite_is_that_to_the_loss_of_the_untrained_model():
+    finding = speeds(
+        {SCALED: (0.01, 10), UNSCALED: (0.01, 10)}, **{UNSCALED: {"nonfinite_step": 9, "validation": [[30, None]]}}
+    )
+    assert finding.estimate == Span(0.0, 30 / 120) and finding.word == "LESS"  # at the first validation of the other run
+
+
+def test_the_speed_is_judged_at_the_rate_that_the_loss_chose():
+    found = made_up.findings("text", fields={"scores": ("loss", "speedup")})
+    for run in found.runs.select("text"):
+        run.record["result"] |= {"measures": {"operations": 1.0}, "validation": [[120, run.result["val_loss"]]], "steps": 120}
+    rates = {
+        name: [pair.rates for pair in one(judge(found.grid, found.runs), "text", name).pairs] for name in ("loss", "speedup")
+    }
+    assert rates["speedup"] == rates["loss"]
+
+
+def test_levels_of_a_factor_are_compared_with_one_of_them():
+    truth = Truth(spread=1.0, stable={("sgd", SCALED, "8", ""): 0.02, ("sgd", SCALED, "128", ""): 0.08})
+    comparison = ComparisonConfig(study="sgd", arms=(SCALED, SCALED), against={"head_dim": "8"})
+    found = made_up.findings("sgd", truth=truth, comparisons=(comparison,))
+    (finding,) = found.findings
+    assert finding.condition == {"head_dim": "128"} and finding.estimate.low == pytest.approx(0.25) and finding.word == "MORE"
+    assert sides(found.grid, comparison, finding.condition) == ("d_k 8", "d_k 128")
+    both = replace(comparison, arms=BOTH)
+    assert sides(found.grid, both, finding.condition) == ("with the scale, d_k 8", "without the scale, d_k 128")
+    assert [f.condition["head_dim"] for f in made_up.findings("sgd", comparisons=(both,)).findings] == ["8", "128"]
+    for wrong, message in (({"width": "8"}, "against.width"), ({"head_dim": "9"}, "against.head_dim"), ({}, "with itself")):
+        with pytest.raises(ConfigError, match=message):
+            made_up.findings("sgd", comparisons=(replace(comparison, against=wrong),))
 
 
 def test_runs_that_failed_leave_pairs_out():

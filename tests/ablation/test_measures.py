@@ -83,6 +83,20 @@ def test_measuring_leaves_the_run_bit_equal_and_exact_attention_has_no_error(run
     assert found["attention_error"] < 1e-6 and found["attention_cost"] == 1.0
 
 
+def test_operations_are_those_of_one_training_step_and_change_nothing_of_the_run(run):
+    words = ("trainer.accumulate=2", "optimizer=muon", "callbacks.probe.every=4")
+    plain, watched = (
+        run(name, *words, *more) for name, more in (("plain", ()), ("run", (callback("Measures", operations=True),)))
+    )
+    assert result_of(*plain, 6)["digest"] == result_of(*watched, 6)["digest"]
+    found = measured(run("adamw", callback("Measures", operations=True), "callbacks.probe.every=4")[0])["operations"]
+    B, L, E, H, D, F, V = 12, 7, 8, 2, 4, 16, len({*POEM}) + 1  # and the unknown character
+    matrices = 6 * B * L * (4 * E * E + 2 * E * F + E * V)  # forward, and the gradients of inputs and weights
+    attention = 2 * B * H * L * L * (2 * D + 5 * D)  # the backward pass computes the scores again
+    assert found == matrices + attention
+    assert measured(watched[0])["operations"] > found  # both micro-batches, and Muon's products
+
+
 def test_linear_attention_costs_what_is_counted(run):
     linear = measured(run("linear", callback("Measures", attention=True), "model.attention=linear")[0])
     # q·k and p·v of 4 and of 4 + 1 numbers for 7² pairs, and the state of 4 × 5 read and made, over 8 · 7²

@@ -273,7 +273,7 @@ def number(words: Sequence[str], option: str) -> int:
 def obey(words: list[str], shelf: Shelf, place: Path) -> None:
     """Run a command, or, where that cannot be, hold all that can be known of it against the repository."""
     words = [f"scripts/{INSTALLED[word]}.py" if word in INSTALLED else word for word in words]
-    script = next((word for word in words if re.fullmatch(r"(scripts|examples|benchmarks)/\w+\.py", word)), None)
+    script = next((word for word in words if re.fullmatch(r"(scripts|examples|benchmarks)/[\w/]+\.py", word)), None)
     if words[0] in ("pip", "pip3") and words[1] == "install":
         check_install(words)
     elif words[0] == "make":

@@ -709,11 +709,14 @@ COMPILE = joined(COMPILED)
 PADDED = "left|right|inside"
 PACKED = "documents|padded_documents"
 CANNOT_FOLD = (
-    {"model": joined(WITHOUT_BACKENDS, "modern", "yarn", "typed_pair")},  # no dot products, or QK-norm
+    {"model": joined(WITHOUT_BACKENDS, "modern", "yarn")},  # no dot products, a learned scale, or QK-norm of another kind
     {"model": "log_length", "change": "!scale"},  # no fixed scale
     {"change": "learned_scale|qk_norm"},
-    {"wrapper": "lora|weight_norm", "model": "!hf_per_head"},  # whose norms of queries and keys take the factor
-    {"wrapper": "quantised", "model": "!hf_per_head|hf_gpt2"},  # torch quantises nn.Linear, and GPT-2 has it in the head alone
+    {"wrapper": "lora|weight_norm", "model": "!hf_per_head|typed_pair"},  # whose norms of queries and keys take the factor
+    {
+        "wrapper": "quantised",
+        "model": "!hf_per_head|hf_gpt2|typed_pair",
+    },  # torch quantises nn.Linear, and GPT-2 has it in the head alone
     {"wrapper": "fsdp", "model": HF},
 )
 OTHER_WEIGHTS = {"wrapper": joined(COMPILED, "functional_call")}

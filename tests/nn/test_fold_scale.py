@@ -14,6 +14,8 @@ SIZES = {"vocab_size": 13, "embed_dim": 24, "num_heads": 6, "head_dim": 5, "num_
 MODELS = {
     "gpt": {},
     "soft-cap, sinks, alibi": {"softcap": 2.0, "sinks": True, "position": "alibi"},
+    "RMSNorm of queries and keys, rotary": {"qk_norm": "rms", "position": "rotary", "head_dim": 6},
+    "LayerNorm of queries and keys": {"qk_norm": "layer"},
 }
 IDS = torch.arange(14).view(2, 7) % 13
 
@@ -44,9 +46,9 @@ def test_the_model_under_another_scale_is_the_same_function(name, target):
     ("options", "reason"),
     [
         ({"scale": "learned"}, "scale=learned"),
+        ({"qk_norm": QKNorm("l2", 4, num_kv_heads=3)}, "qk_norm=l2"),
         ({"scale": "log_length", "max_len": 9}, "scale=log_length"),
         ({"scale": ScoreScale(1.0, head_dim=4, factor=0.0)}, "0"),
-        ({"qk_norm": QKNorm("rms", 4)}, "qk_norm"),
         ({"core": LinearAttention()}, "LinearAttention"),
     ],
 )
@@ -56,6 +58,23 @@ def test_what_cannot_be_folded_is_refused_by_name_and_left_as_it_was(options, re
     with pytest.raises(ValueError, match=f"second: .*{reason}"):
         fold_scale(model)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("scale", ["learned", "log_length"])
+def test_a_scale_without_a_fixed_multiplier_keeps_its_kind_and_what_it_has_learned(scale):
+    model, inputs = build("gpt", scale=scale, scale_factor=0.5)
+    want = model(*inputs)
+    learned = [parameter.clone() for name, parameter in model.named_parameters() if name.endswith("log_scale")]
+    before = model.blocks[0].attention.q_proj.weight.clone()
+    fold_scale(model, scale, factor=2.0)
+    torch.testing.assert_close(model(*inputs), want, rtol=0, atol=1e-12)
+    torch.testing.assert_close(model.blocks[0].attention.q_proj.weight, before / 2)
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(learned, (s.log_scale for s in model.modules() if hasattr(s, "log_scale")), strict=True)
+    )
+    with pytest.raises(ValueError, match=f"scale={scale} has no fixed multiplier"):
+        fold_scale(model, "unscaled")
 
 
 def test_layers_with_common_projections_are_folded_once_or_refused():

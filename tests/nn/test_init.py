@@ -81,6 +81,29 @@ def test_a_fold_changes_its_projections_by_its_factor_and_nothing_else(scheme, f
         assert torch.equal(changed[name], weight * factor), name
 
 
+@pytest.mark.parametrize("fold", ["query", "symmetric"])
+@pytest.mark.parametrize("norm", [None, "rms", "layer", "l2"])
+def test_without_the_scale_a_folded_start_is_the_same_function(norm, fold):
+    ids, options = torch.arange(10)[None] % 7, {"init": "lecun", "qk_norm": norm}
+    models = []
+    for changes in ({}, {"scale": "unscaled", "init_fold": fold}):
+        torch.manual_seed(0)
+        models.append(
+            DecoderLM(TransformerConfig(vocab_size=7, embed_dim=32, num_heads=2, num_layers=2, **options, **changes)).double()
+        )
+    torch.testing.assert_close(models[1](ids), models[0](ids), rtol=0, atol=1e-6)
+
+
+def test_layers_that_share_a_projection_are_folded_once_at_the_start():
+    first, second = MultiHeadAttention(12, 3), MultiHeadAttention(12, 3)
+    second.q_proj, second.k_proj = first.q_proj, first.k_proj
+    weights = []
+    for fold in (None, "symmetric"):
+        torch.manual_seed(0)
+        weights.append(init_weights(nn.ModuleList([first, second]), "lecun", fold=fold)[0].q_proj.weight.detach().clone())
+    torch.testing.assert_close(weights[1], weights[0] * 4**-0.25)
+
+
 PAIRED = [{"scale": "unscaled"}, {"scale": "inv", "scale_factor": 4.0}, {"scale": "log_length"}, {"softcap": 50.0}]
 PAIRED += [{"scale": "learned"}, {"qk_norm": "rms"}, {"qk_norm": "layer"}, {"qk_norm": "l2"}]  # with parameters of their own
 

@@ -155,9 +155,9 @@ WRITTEN = (
     Fault(
         "cross_cache_norm",
         "cross-attention × cache × QK-norm: from the second token on, queries have no norm",
-        "minitx/nn/attention.py:MultiHeadAttention._project",
-        "return q if self.qk_norm is None else self.qk_norm(q, None)[0], *memory",
-        "return q, *memory",
+        "minitx/nn/attention.py:MultiHeadAttention.project",
+        "return q if self.qk_norm is None else self.qk_norm(q, None)[0], None, None",
+        "return q, None, None",
     ),
     Fault(
         "cache_window_pieces",

@@ -413,10 +413,17 @@ class Counts(nn.Module):
         return nn.functional.one_hot(input_ids + 1, 99).float()
 
 
+def with_linear_attention(config):
+    model = DecoderLM(config)
+    for block in model.blocks:
+        block.attention.core = LinearAttention()
+    return model
+
+
 def test_the_checkpoint_of_a_changed_model_of_ours_is_loaded_into_a_model_that_was_changed_alike_and_no_other(tmp_path, caplog):
     caplog.set_level("INFO")
     config = TransformerConfig(vocab_size=99, embed_dim=8, num_heads=2, num_layers=2)
-    model = DecoderLM(config, core=LinearAttention)
+    model = with_linear_attention(config)
     train_tokens(tmp_path / "run", model, rows_of_tokens([5, 5, 3]))
     assert "load its checkpoints with load_model(path, model=...), because blocks.0.attention.core is" in caplog.text
     path, ids = tmp_path / "run" / "checkpoints" / "last.ckpt", torch.tensor([[3, 5, 4]])
@@ -425,7 +432,7 @@ def test_the_checkpoint_of_a_changed_model_of_ours_is_loaded_into_a_model_that_w
         ConfigError, match=rf"^ckpt_path=\S+ contains a model that {difference}.* call load_model\(path, model="
     ):
         load_model(path)
-    loaded = load_model(path, model=DecoderLM(config, core=LinearAttention))[0]
+    loaded = load_model(path, model=with_linear_attention(config))[0]
     torch.testing.assert_close(loaded(ids), model.eval()(ids), rtol=0, atol=0)
     for options, refusal in (
         ({"ckpt_path": str(path), "max_steps": 3}, r"contains another model than the config: model\.(changes|_target_) "),
@@ -434,7 +441,7 @@ def test_the_checkpoint_of_a_changed_model_of_ours_is_loaded_into_a_model_that_w
         where = tmp_path / ("run" if "ckpt_path" in options else "new")
         with pytest.raises(ConfigError, match=refusal):
             train_tokens(where, DecoderLM(config), rows_of_tokens([5, 5, 3]), run=options)
-        steps = train_tokens(where, DecoderLM(config, core=LinearAttention), rows_of_tokens([5, 5, 3]), run=options)["steps"]
+        steps = train_tokens(where, with_linear_attention(config), rows_of_tokens([5, 5, 3]), run=options)["steps"]
         assert steps == options.get("max_steps", 2)
 
 

@@ -10,6 +10,7 @@ from torch.nn.utils import prune
 
 from minitx.config import ConfigError, Part, TransformerConfig, from_dict, node, to_dict
 from minitx.config.part import FROM_PYTHON
+from minitx.config.schema import takes_fields_of
 from minitx.config.training import MODEL
 from minitx.interop import pretrained_hf
 from minitx.nn import DecoderLM, DotProductAttention, build_model, fold_scale, set_scale
@@ -61,8 +62,21 @@ class Louder(DecoderLM):
         return 2 * super().forward(*args, **options)
 
 
+@takes_fields_of(TransformerConfig)
+def of_mine(config):
+    return Louder(config)
+
+
+def test_the_node_of_a_function_of_our_keys_has_what_the_data_determined():
+    part = Part.read(node(of_mine, embed_dim=8, num_heads=2), "model")
+    stored = Net.of(part.with_fields(dataclasses.replace(part.fields, vocab_size=7)).build()).node(part, {})
+    assert (stored["_target_"], stored["vocab_size"], stored["embed_dim"]) == (f"{__name__}.of_mine", 7, 8)
+
+
 def changed_core(model):
-    return DecoderLM(model.config, core=LinearAttention)
+    for block in model.blocks:
+        block.attention.core = LinearAttention()
+    return model
 
 
 def softcap(model):
@@ -111,7 +125,6 @@ SAME = {
     "as built": lambda model: model,
     "scale": after(set_scale, "unscaled", part=""),
     "folded": after(fold_scale, "unscaled", part=""),
-    "core of the config": lambda model: DecoderLM(model.config, core=DotProductAttention),
     "core that the config names": lambda model: DecoderLM(dataclasses.replace(model.config, attention=node(LinearAttention))),
     "frozen, in bfloat16": lambda model: model.requires_grad_(False).bfloat16(),
 }
