@@ -15,7 +15,7 @@ from minitx.check.calling import fault_text
 from minitx.check.copying import copied
 from minitx.check.examination import Examination
 from minitx.check.properties import Gap, compare, rounding
-from minitx.check.results import Severity
+from minitx.check.results import FRAGILE, NOTE, WRONG, Finding
 
 Parameters = Mapping[str, Tensor]
 
@@ -38,11 +38,11 @@ def gradient(exam: Examination) -> None:
     grads = _parameter_gradients(exam, parameters)
     if grads is None:
         advice = "Look for no_grad, detach() or .data around the whole model."
-        exam.failed("gradient", "no-gradient", Severity.WRONG, "the output has no gradient", advice)
+        exam.failed("gradient", Finding("no-gradient", WRONG, "the output has no gradient", advice))
         return
     if broken := [name for name, grad in grads.items() if grad is not None and not grad.isfinite().all()]:
-        fault, witness = "NaN or infinity in gradients", f"of {', '.join(broken[:3])}"
-        exam.failed("gradient", "gradient-not-finite", Severity.WRONG, fault, witness=witness)
+        witness = f"of {', '.join(broken[:3])}"
+        exam.failed("gradient", Finding("gradient-not-finite", WRONG, "NaN or infinity in gradients", witness=witness))
         return
     silent = [name for name, grad in grads.items() if grad is None or not grad.any()]
     tried = silent[:TRIED_ALONE]
@@ -53,11 +53,12 @@ def gradient(exam: Examination) -> None:
         witness = (
             f"changing {name} moves the output by {gap.size:.2g}, but its gradient is 0; {len(moving)} of {len(tried)} tried"
         )
-        exam.failed("gradient", "parameter-without-gradient", Severity.WRONG, fault, advice, witness, gap)
+        exam.failed("gradient", Finding("parameter-without-gradient", WRONG, fault, advice, witness), gap)
         return
     if silent:
         names = ", ".join(silent[:3]) + (" ..." if len(silent) > 3 else "")
-        exam.note("unused-parameters", f"{len(silent)} of {len(parameters)} parameters change nothing here: {names}")
+        text = f"{len(silent)} of {len(parameters)} parameters change nothing here: {names}"
+        exam.note(Finding("unused-parameters", NOTE, text))
     exam.passed("gradient/all")
     exam.attempt("gradient/differences", partial(_finite_differences, exam))
 
@@ -124,7 +125,7 @@ def _finite_differences(exam: Examination, id: str) -> None:
     if gap.size > FAR * gap.allowed:
         fault, advice = "parts of the float32 model compute in lower precision", "Look for autocast, half() or bfloat16()."
         witness = f"the output differs from float64 by {gap.size:.2g}; rounding explains {gap.allowed:.2g}"
-        exam.failed("gradient/precision", "precision-lost", Severity.FRAGILE, fault, advice, witness, gap)
+        exam.failed("gradient/precision", Finding("precision-lost", FRAGILE, fault, advice, witness), gap)
     if worst.share <= SLOPE:
         exam.passed(id)
         return
@@ -132,7 +133,7 @@ def _finite_differences(exam: Examination, id: str) -> None:
     advice = "Look for detach(), no_grad, .data or a custom backward. A straight-through estimator does this on purpose."
     name = worst.names[0] if len(worst.names) == 1 else f"{worst.names[0]} ... {worst.names[-1]}"
     witness = f"along a random step of {name}: gradient {worst.expected:.3g}, slope {worst.measured:.3g}"
-    exam.failed(id, "gradient-differs", Severity.FRAGILE, fault, advice, witness)
+    exam.failed(id, Finding("gradient-differs", FRAGILE, fault, advice, witness))
 
 
 @contextmanager

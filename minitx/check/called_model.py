@@ -113,6 +113,11 @@ class CalledModel:
         """Return the dtype of the parameters."""
         return next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
 
+    @property
+    def why_without_positions(self) -> str:
+        """Return the reason why no output belongs to one token, or an empty string."""
+        return "it reads no tokens" if not self.streams else "" if self.has_positions else "the output has no positions"
+
     # --- inputs
 
     def draw(self, rows: int = NUM_ROWS, lengths: Mapping[str, int] | None = None) -> dict[str, Tensor]:
@@ -140,6 +145,11 @@ class CalledModel:
         places = torch.searchsorted(self.usable, tokens.cpu())
         others = self.usable[(places + steps) % len(self.usable)].to(self.device)
         return {**inputs, name: torch.where(at, others, tokens)}
+
+    def counted(self, keep: Tensor) -> dict[str, Any]:
+        """Return ``position_ids`` that count the real tokens of ``keep`` (B, L), or nothing for a model that does not take them."""
+        positions = (keep.long().cumsum(-1) - 1).clamp(min=0).to(self.device)
+        return {"position_ids": positions} if "position_ids" in self.names else {}
 
     # --- calls
 

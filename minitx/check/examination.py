@@ -22,7 +22,7 @@ from minitx.check.called_model import (
 )
 from minitx.check.calling import fault_text, is_refusal
 from minitx.check.properties import FACTOR, Gap, compare, rounding, unit
-from minitx.check.results import Check, Finding, Severity, Status
+from minitx.check.results import FAILED, FRAGILE, NOT_TRIED, NOTE, PASSED, WRONG, Check, Finding, Severity, Status
 from minitx.check.witness import first_moved
 
 SHARE = 0.1
@@ -60,7 +60,7 @@ class Examination:
         self.inputs: dict[str, Tensor] = {}
         self.base = torch.empty(0)
         self.noise = 0.0
-        self.are_rows_apart = True
+        self.is_measured, self.are_rows_apart = False, True
         self.turned: list[str] = []
 
     def begin(self) -> None:
@@ -73,13 +73,14 @@ class Examination:
         self.inputs = called.draw()
         self.base = called.answer(self.inputs)
         if not self.base.isfinite().all():
-            self.failed("call/finite", "not-finite", Severity.WRONG, "the output contains NaN or infinity for ordinary tokens")
+            fault = "the output contains NaN or infinity for ordinary tokens"
+            self.failed("call/finite", Finding("not-finite", WRONG, fault))
             raise StopError("the output is not finite")
         self.passed("call/finite")
         find_forms(called, self.inputs)
         if called.changed:
             fault = f"the call changes its argument {min(called.changed)} in place"
-            self.failed("call/inputs", "changes-inputs", Severity.WRONG, fault, "Copy the tensor before you change it.")
+            self.failed("call/inputs", Finding("changes-inputs", WRONG, fault, "Copy the tensor before you change it."))
 
     def measure(self) -> None:
         """Measure the noise, and find the meaning of the masks.
@@ -93,20 +94,21 @@ class Examination:
             call = self.answers(self.inputs)
             if draws_by_itself(call):
                 fault = "it draws random numbers in evaluation, and not for dropout, so nothing else is judged"
-                self.failed("determinism", "random-by-itself", Severity.FRAGILE, fault, "Seed each call, or draw them once.")
+                self.failed("determinism", Finding("random-by-itself", FRAGILE, fault, "Seed each call, or draw them once."))
                 raise StopError(fault)
+            fault = "two calls in evaluation mode differ"
             advice = (
                 "In evaluation there is no dropout: F.dropout needs training=self.training, "
                 "and scaled_dot_product_attention needs dropout_p=0."
             )
-            witness = f"the output differs by {again.size:.2g}{self.where(call, call, self.whole)}"
-            fault = "two calls in evaluation mode differ"
-            self.failed("determinism", "random", Severity.WRONG, fault, advice, witness, again)
+            finding = Finding("random", WRONG, fault, advice, "the output differs by {gap.size:.2g}")
+            self.judge("determinism", again, finding, call, call, self.whole)
             raise StopError(fault)
         self.noise = max(rounding(called.answer, called.model, self.inputs, self.base, seed=seed) for seed in range(3))
         self._without_effect()
         self._settle_layout()
         self._settle_meanings()
+        self.is_measured = True
 
     def _without_effect(self) -> None:
         """Stop if the tokens do not change the output."""
@@ -116,7 +118,7 @@ class Examination:
         everywhere = torch.ones(self.inputs[stream.name].shape[:2], dtype=torch.bool)
         other = self.called.others(self.inputs, stream.name, everywhere)
         if self.gap(self.called.answer(other), self.base).is_rounding:
-            self.failed("call/effect", "no-effect", Severity.WRONG, f"changing {stream.name} does not change the output")
+            self.failed("call/effect", Finding("no-effect", WRONG, f"changing {stream.name} does not change the output"))
             raise StopError("the output does not depend on the tokens")
 
     def _settle_layout(self) -> None:
@@ -137,7 +139,7 @@ class Examination:
             if self.base.shape[:2] == base.shape[:2] and self.other_row()[0].is_rounding:
                 text = "it takes the length first, (L, B): with (B, L), the rows of a batch change each other"
                 advice = "nn.MultiheadAttention, nn.TransformerEncoderLayer and nn.GRU take (B, L) with batch_first=True."
-                self.note("length-first", text, advice, Severity.NOTE if called.stream.width else Severity.FRAGILE)
+                self.note(Finding("length-first", NOTE if called.stream.width else FRAGILE, text, advice))
                 return
         except Exception:
             pass
@@ -260,7 +262,7 @@ class Examination:
     @property
     def severity(self) -> Severity:
         """The severity of a contradiction of ``intention``."""
-        return Severity.WRONG if self.intention[0] else Severity.FRAGILE
+        return WRONG if self.intention[0] else FRAGILE
 
     @property
     def expects_relative(self) -> bool:
@@ -308,83 +310,73 @@ class Examination:
             self.taken_as += f"; {text}" if self.taken_as else text
 
     @property
-    def is_weak(self) -> bool:
-        """Whether rounding moves the output about as much as a token."""
-        return self.allowed > SHARE * self.typical
+    def sees_later(self) -> bool:
+        """Whether some token sees a later token."""
+        return bool((self.influence.triu(1) > self.allowed).any())
 
     # --- checks and findings
 
+    def record(self, id: str, status: Status, reason: str = "", gap: Gap | None = None) -> None:
+        """Record the result of a check."""
+        size, allowed = (None, None) if gap is None else (gap.size, gap.allowed)
+        self.checks.append(Check(id, status, reason, size, allowed))
+
     def passed(self, id: str, gap: Gap | None = None) -> None:
         """Record a check that passed. If rounding would hide a mistake, it counts as not tried."""
-        if gap is None:
-            self.checks.append(Check(id, Status.PASSED))
-        elif gap.allowed > SHARE * self.typical:
+        if gap is not None and gap.allowed > SHARE * self.typical:
             reason = f"rounding moves the output by up to {gap.allowed:.2g}, a visible token by {self.typical:.2g}"
-            self.checks.append(Check(id, Status.NOT_TRIED, reason, gap.size, gap.allowed))
+            self.record(id, NOT_TRIED, reason, gap)
         else:
-            self.checks.append(Check(id, Status.PASSED, "", gap.size, gap.allowed))
-
-    def explained(self, id: str, by: str, gap: Gap | None = None) -> None:
-        """Record a check that failed for a reason that already has a finding."""
-        size, allowed = (None, None) if gap is None else (gap.size, gap.allowed)
-        self.checks.append(Check(id, Status.FAILED, f"see {by}", size, allowed))
+            self.record(id, PASSED, gap=gap)
 
     def skip(self, id: str, reason: str) -> None:
         """Record a check that was not tried."""
-        self.checks.append(Check(id, Status.NOT_TRIED, reason))
+        self.record(id, NOT_TRIED, reason)
 
-    def failed(
-        self,
-        id: str,
-        finding: str,
-        severity: Severity,
-        fault: str,
-        advice: str = "",
-        witness: str = "",
-        gap: Gap | None = None,
-    ) -> None:
+    def failed(self, id: str, finding: Finding, gap: Gap | None = None) -> None:
         """Record a check that failed, and its finding."""
-        size, allowed = (None, None) if gap is None else (gap.size, gap.allowed)
-        self.checks.append(Check(id, Status.FAILED, fault, size, allowed))
-        self._add(Finding(finding, severity, fault, advice, witness, self._repeat(id)))
+        self.record(id, FAILED, finding.fault, gap)
+        self.note(replace(finding, repeat=self._repeat(id)))
 
-    def note(self, finding: str, text: str, advice: str = "", severity: Severity = Severity.NOTE) -> None:
-        """Record something that the author should know, a finding that belongs to no check."""
-        self._add(Finding(finding, severity, text, advice))
-
-    def _add(self, finding: Finding) -> None:
+    def note(self, finding: Finding) -> None:
+        """Add a finding. The first with an id counts."""
         if all(finding.id != other.id for other in self.findings):
             self.findings.append(finding)
 
-    def raised(self, id: str, error: Exception) -> None:
-        """Record a call that raised. An error about an unsupported call is not a fault."""
-        if is_refusal(error):
-            self.skip(id, f"it raises {fault_text(error)}")
-        else:
-            what = id.replace("-", " ").replace("/", ", ")
-            self.failed(
-                id,
-                f"raises-{id.replace('/', '-')}",
-                Severity.FRAGILE,
-                f"it raises in the check of {what}",
-                witness=fault_text(error),
-            )
+    def judge(self, id: str, gap: Gap, finding: Finding, *calls: Any, explained_by: str = "") -> bool:
+        """Record a comparison, and return whether it passed. If it failed, ``finding`` says why, unless another finding does.
 
-    def attempt(self, id: str, check: Callable[[str], None]) -> None:
-        """Run one check, and record an exception that it raises."""
+        The witness may contain fields of ``gap`` and ``exam``, such as {gap.size:.2g}. ``calls``: the arguments of ``where``.
+        """
+        if gap.is_rounding:
+            self.passed(id, gap)
+        elif explained_by:
+            self.record(id, FAILED, f"see {explained_by}", gap)
+        else:
+            witness = finding.witness.format(gap=gap, exam=self) + (self.where(*calls) if calls else "")
+            self.failed(id, replace(finding, witness=witness), gap)
+        return gap.is_rounding
+
+    def attempt(self, id: str, check: Callable[[str], Any]) -> None:
+        """Run one check, and record an exception that it raises. An error about an unsupported call is not a fault."""
         try:
             check(id)
         except StopError:
             raise
         except Exception as error:
-            self.raised(id, error)
+            if is_refusal(error):
+                self.skip(id, f"it raises {fault_text(error)}")
+                return
+            fault = f"it raises in the check of {id.replace('-', ' ').replace('/', ', ')}"
+            self.failed(id, Finding(f"raises-{id.replace('/', '-')}", FRAGILE, fault, witness=fault_text(error)))
 
     def where(self, calm: Callable[[], Any], moved: Callable[[], Any], *stills: Tensor) -> str:
         """Return the end of a sentence that names the first module that moves."""
         try:
-            return _first_moved_text(first_moved(self.called.model, calm, moved, *stills))
+            module = first_moved(self.called.model, calm, moved, *stills)
         except Exception:  # a failing witness must not fail the check
-            return ""
+            module = ""
+        return f"; the first module that moves is {module}" if module else ""
 
     def answers(self, inputs: Mapping[str, Tensor], keep: Mapping[str, Tensor] | None = None) -> Callable[[], Tensor]:
         """Return a call for ``where``."""
@@ -396,7 +388,3 @@ class Examination:
         if "{}" in self.repeat:
             return self.repeat.format(f'only="{word}", seed={self.seed}')
         return f"{self.repeat} only={word} seed={self.seed}"
-
-
-def _first_moved_text(module: str) -> str:
-    return f"; the first module that moves is {module}" if module else ""

@@ -15,7 +15,7 @@ from minitx.check.called_model import returned_cache
 from minitx.check.calling import fault_text
 from minitx.check.examination import Examination
 from minitx.check.properties import Gap
-from minitx.check.results import Severity
+from minitx.check.results import FRAGILE, WRONG, Finding
 
 BACK = 3
 """The number of tokens by which a cache is cut back."""
@@ -33,13 +33,12 @@ def cache(exam: Examination) -> None:
     """Pieces with a cache equal one call."""
     called = exam.called
     learned_prompt = getattr(getattr(called.model, "active_peft_config", None), "is_prompt_learning", False)
-    reasons = {
-        "no argument for a cache was found": called.cache is None or not called.streams or not called.has_positions,
-        "each call adds the virtual tokens again, with or without a cache": called.prepended or learned_prompt,
-    }
-    reason = next((reason for reason, is_given in reasons.items() if is_given), "")
-    if reason or not exam.is_causal:
-        exam.skip("cache", reason or "the model is bidirectional")
+    if called.cache is None or called.why_without_positions:
+        exam.skip("cache", "no argument for a cache was found")
+        return
+    if called.prepended or learned_prompt or not exam.is_causal:
+        repeats = "each call adds the virtual tokens again, with or without a cache"
+        exam.skip("cache", repeats if called.prepended or learned_prompt else "the model is bidirectional")
         return
     L = called.stream.length
     random_cuts = sorted((torch.randperm(L - 1, generator=called.generator)[:3] + 1).tolist())
@@ -124,21 +123,15 @@ class _Pieces:
         self._judge(id, exam.gap(output, expected, noise=noise), cuts, what)
 
     def _judge(self, id: str, gap: Gap, cuts: Sequence[int], what: str = "") -> None:
-        exam = self.exam
-        if gap.is_rounding:
-            exam.passed(id, gap)
-            return
-        if any(finding.id == "cache-differs" for finding in exam.findings):
-            exam.explained(id, "the cache", gap)
-            return
+        is_known = any(finding.id == "cache-differs" for finding in self.exam.findings)
         how = f"token by token from {cuts[0]}" if len(cuts) > 5 else f"pieces that end at {', '.join(map(str, cuts))}"
-        witness = f"{how}: the output of token {gap.place[1]} differs by {gap.size:.2g}"
+        witness = how + ": the output of token {gap.place[1]} differs by {gap.size:.2g}"
         fault = f"with a cache{what}, pieces differ from one call"
         advice = "Look at the positions of new tokens, and align the causal mask to the lower right: tril(diagonal=S - L)."
         # a recurrent state may not be meant to be cut back
-        is_mild = "cut back" in what or ("long row" in what and not exam.intention[0])
-        severity = Severity.FRAGILE if is_mild else Severity.WRONG
-        exam.failed(id, f"cache-differs{what.replace(' ', '-').replace(',', '')}", severity, fault, advice, witness, gap)
+        severity = self.exam.severity if "long row" in what else FRAGILE if "cut back" in what else WRONG
+        finding = Finding(f"cache-differs{what.replace(' ', '-').replace(',', '')}", severity, fault, advice, witness)
+        self.exam.judge(id, gap, finding, explained_by="the cache" * is_known)
 
     def padded(self, id: str, cuts: Sequence[int]) -> None:
         """Compare pieces with one call, with padding on the left of a row."""
@@ -149,9 +142,7 @@ class _Pieces:
         B, L = exam.inputs[stream.name].shape[:2]
         keep = torch.ones(B, L, dtype=torch.bool)
         keep[1, : L // 3] = False
-        extra: dict[str, Tensor] = {}
-        if "position_ids" in called.names:
-            extra = {"position_ids": (keep.long().cumsum(-1) - 1).clamp(min=0).to(called.device)}
+        extra = called.counted(keep)
         try:
             expected = called.answer(exam.inputs, {stream.name: keep}, **extra)
         except (ValueError, NotImplementedError):  # the model does not use positions

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from minitx.check.examination import Examination
-from minitx.check.results import Severity
+from minitx.check.results import FRAGILE, WRONG, Finding
 
 IGNORED = -100
 """The label of a token that is no target, in torch."""
@@ -35,7 +35,7 @@ def loss(exam: Examination) -> None:
         return
     if shift == 2:
         fault = "labels are shifted twice: the loss is of the token after the next"
-        exam.failed("loss/shift", "labels-shifted-twice", Severity.WRONG, fault, "Shift in the data or in the model.")
+        exam.failed("loss/shift", Finding("labels-shifted-twice", WRONG, fault, "Shift in the data or in the model."))
         return
     exam.passed("loss/shift")
     labels[0, : L // 2] = labels[1, L - 2 :] = IGNORED
@@ -47,7 +47,7 @@ def loss(exam: Examination) -> None:
             return
         if not is_mean:
             fault = f"the loss of {what} is not the mean over the labels that are not {IGNORED}"
-            exam.failed("loss/hidden", "loss-of-hidden-targets", Severity.FRAGILE, fault, "Divide by their number.")
+            exam.failed("loss/hidden", Finding("loss-of-hidden-targets", FRAGILE, fault, "Divide by their number."))
             return
     exam.passed("loss/hidden")
 

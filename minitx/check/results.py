@@ -50,6 +50,10 @@ class Status(StrEnum):
     NOT_TRIED = "not tried"
 
 
+WRONG, FRAGILE, NOTE = Severity
+PASSED, FAILED, NOT_TRIED = Status
+
+
 @dataclass(frozen=True)
 class Check:
     """The result of one check.
