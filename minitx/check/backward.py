@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -35,18 +34,18 @@ def gradient(exam: Examination) -> None:
     if not parameters:
         exam.skip("gradient", "no parameter requires a gradient")
         return
-    grads = _parameter_gradients(exam, parameters)
-    if grads is None:
+    _, grads = _gradients(exam.called, exam.inputs, parameters)
+    if not grads:
         advice = "Look for no_grad, detach() or .data around the whole model."
         exam.failed("gradient", Finding("no-gradient", WRONG, "the output has no gradient", advice))
         return
-    if broken := [name for name, grad in grads.items() if grad is not None and not grad.isfinite().all()]:
+    if broken := [name for name, grad in grads.items() if not grad.isfinite().all()]:
         witness = f"of {', '.join(broken[:3])}"
         exam.failed("gradient", Finding("gradient-not-finite", WRONG, "NaN or infinity in gradients", witness=witness))
         return
-    silent = [name for name, grad in grads.items() if grad is None or not grad.any()]
+    silent = [name for name, grad in grads.items() if not grad.any()]
     tried = silent[:TRIED_ALONE]
-    moving = {name: gap for name in tried if (gap := _moved_by(exam, parameters[name])) is not None}
+    moving = {name: gap for name in tried if (gap := _moved_by(exam, name, parameters[name])) is not None}
     if moving:
         name, gap = next(iter(moving.items()))
         fault, advice = "parameters change the output and get no gradient", "Look for detach(), no_grad or .data."
@@ -67,27 +66,37 @@ def _trained(called: CalledModel) -> dict[str, Tensor]:
     return {name: p for name, p in called.model.named_parameters() if p.requires_grad and p.numel()}
 
 
-def _parameter_gradients(exam: Examination, parameters: Parameters) -> dict[str, Tensor | None] | None:
-    """The gradients of a random sum of the output. None: the output has no gradient."""
+def _gradients(called: CalledModel, inputs: Mapping[str, Tensor], parameters: Parameters) -> tuple[Tensor, dict[str, Tensor]]:
+    """The weights of a random sum of the output, and the gradients of the sum. No gradients: the output has none."""
     with torch.enable_grad():
-        out = exam.called.answer(exam.inputs)
+        out = called.answer(inputs)
         if not out.requires_grad:
-            return None
-        weights = torch.randn(out.shape, generator=exam.called.generator).to(out)
-        grads = torch.autograd.grad((out * weights).sum(), list(parameters.values()), allow_unused=True)
-    return dict(zip(parameters, grads, strict=True))
+            return out, {}
+        weights = torch.randn(out.shape, generator=called.generator).to(out)
+        values = list(parameters.values())
+        grads = torch.autograd.grad((out * weights).sum(), values, allow_unused=True, materialize_grads=True)
+    return weights, dict(zip(parameters, grads, strict=True))
 
 
-def _moved_by(exam: Examination, parameter: Tensor) -> Gap | None:
+def _moved_by(exam: Examination, name: str, parameter: Tensor) -> Gap | None:
     """The gap in the output if a parameter changes. None: rounding explains it."""
-    called, kept = exam.called, parameter.detach().clone()
-    size = 1e-3 * (0.1 + kept.abs().max().item())  # so small that a router chooses the same experts
+    size = 1e-3 * (0.1 + parameter.abs().max().item())  # so small that a router chooses the same experts
     gaps = []
     for _ in range(2):
-        parameter.copy_(kept + size * torch.randn(kept.shape, generator=called.generator).to(kept))
-        gaps.append(exam.gap(called.answer(exam.inputs), exam.base))
-    parameter.copy_(kept)
+        step = torch.randn(parameter.shape, generator=exam.called.generator).to(parameter)
+        gaps.append(exam.gap(_moved(exam.answers(exam.inputs), {name: parameter}, {name: step}, size), exam.base))
     return None if any(gap.is_rounding for gap in gaps) else gaps[0]
+
+
+def _moved(call: Callable[[], Tensor], parameters: Parameters, steps: Parameters, width: float) -> Tensor:
+    """The result of a call with parameters that are moved along ``steps``."""
+    kept = {name: parameters[name].detach().clone() for name in steps}
+    for name, step in steps.items():
+        parameters[name].add_(step, alpha=width)
+    result = call()
+    for name, value in kept.items():
+        parameters[name].copy_(value)
+    return result
 
 
 # --- gradients against differences
@@ -113,11 +122,10 @@ def _finite_differences(exam: Examination, id: str) -> None:
     if called.floats() != torch.float32 or sum(p.numel() for p in called.model.parameters()) > LARGE:
         exam.skip(id, f"it is for float32 and at most {LARGE // 10**6} million parameters")
         return
-    with _in_float64(called):
+    with called.using(copied(called.model).to(torch.float64)):
         try:
-            inputs = {name: v.double() if v.is_floating_point() else v for name, v in exam.inputs.items()}
-            exact = called.answer(inputs)
-            gap = compare(exam.base, exact, rounding(called.answer, called.model, inputs, exact))
+            exact = called.answer(exam.inputs)
+            gap = compare(exam.base, exact, rounding(called.answer, called.model, exam.inputs, exact))
         except Exception as error:  # parts of some models compute in a fixed dtype
             exam.skip(id, f"in float64 it raises {fault_text(error)}")
             return
@@ -136,38 +144,29 @@ def _finite_differences(exam: Examination, id: str) -> None:
     exam.failed(id, Finding("gradient-differs", FRAGILE, fault, advice, witness))
 
 
-@contextmanager
-def _in_float64(called: CalledModel) -> Iterator[None]:
-    model = called.model
-    try:
-        called.model = copied(model).to(torch.float64)
-        yield
-    finally:
-        called.model = model
-
-
 def _slope_of_groups(exam: Examination) -> Iterator[_Slope]:
     """Yield the slope of each group of parameters."""
     called, parameters = exam.called, _trained(exam.called)
-    inputs = {name: v[:1].double() if v.is_floating_point() else v[:1] for name, v in exam.inputs.items()}
-    with torch.enable_grad():
-        out = called.answer(inputs)
-        weights = torch.randn(out.shape, generator=called.generator).to(out)
-        loss = (out * weights).sum()
-        grads = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, materialize_grads=True)
-    gradients = dict(zip(parameters, grads, strict=True))
+    inputs = {name: value[:1] for name, value in exam.inputs.items()}
+    weights, gradients = _gradients(called, inputs, parameters)
+
+    def total() -> Tensor:
+        return (called.answer(inputs) * weights).sum()
+
+    def slope(steps: Parameters, width: float) -> float:
+        ends = [_moved(total, parameters, steps, length).item() for length in (width, -width)]
+        return (ends[0] - ends[1]) / (2 * width)
+
+    least = max(1e-4 * abs(total().item()), 1e-9)
     for names in _groups(list(parameters)):
         steps = {name: _random_step(parameters[name], called.generator) for name in names}
         parts = [gradients[name] * step for name, step in steps.items()]
         expected = sum(part.sum().item() for part in parts)
-        slope = partial(_slope, lambda: (called.answer(inputs) * weights).sum().item(), parameters, steps)
-        measured = slope(WIDTH)
-        size = max(
-            sum(part.norm().item() ** 2 for part in parts) ** 0.5, abs(measured), abs(expected), 1e-4 * abs(loss.item()), 1e-9
-        )
+        measured = slope(steps, WIDTH)
+        size = max(sum(part.norm().item() ** 2 for part in parts) ** 0.5, abs(measured), abs(expected), least)
         difference = abs(measured - expected)
         if difference > SLOPE * size:  # a wider step estimates the error of the finite difference
-            difference = max(0.0, difference - 4 * abs(measured - slope(8 * WIDTH)))
+            difference = max(0.0, difference - 4 * abs(measured - slope(steps, 8 * WIDTH)))
         yield _Slope(difference / size, tuple(names), measured, expected)
 
 
@@ -179,16 +178,3 @@ def _groups(names: list[str]) -> list[list[str]]:
     """The names, one by one or in at most ``GROUPS`` groups."""
     size = -(-len(names) // GROUPS)
     return [names[start : start + size] for start in range(0, len(names), size)]
-
-
-def _slope(call: Callable[[], float], parameters: Parameters, steps: Parameters, width: float) -> float:
-    """The slope of a number along a step, from a central difference."""
-    kept = {name: parameters[name].detach().clone() for name in steps}
-    ends = []
-    for length in (width, -2 * width):
-        for name, step in steps.items():
-            parameters[name].add_(step, alpha=length)
-        ends.append(call())
-    for name, value in kept.items():
-        parameters[name].copy_(value)
-    return (ends[0] - ends[1]) / (2 * width)

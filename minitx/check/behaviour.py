@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
-from minitx.check.called_model import limit_of
-from minitx.check.calling import fault_text, is_refusal
+from minitx.check.called_model import WithoutDropout, limit_of
+from minitx.check.calling import fault_text, is_refusal, parts_of
 from minitx.check.copying import copied
 from minitx.check.examination import Examination
 from minitx.check.properties import compare, rounding
@@ -39,13 +35,10 @@ def weights(exam: Examination) -> None:
     registered = {id(parameter) for parameter in model.parameters()}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-            inner = [part for part in parts if isinstance(part, nn.Module) and not name.startswith("_")]
+            inner = [part for part in parts_of(value) if isinstance(part, nn.Module) and not name.startswith("_")]
             if any(id(parameter) not in registered for part in inner for parameter in part.parameters()):
                 place = f"{path}.{name}".lstrip(".")
-                fault = (
-                    f"modules in the plain list or dict {place} are not part of the model: they are not trained, saved or moved"
-                )
+                fault = f"modules in the plain list or dict {place} are not part of the model: not trained, saved or moved"
                 finding = Finding("unregistered-modules", WRONG, fault, "Use nn.ModuleList or nn.ModuleDict.")
                 exam.failed("weights/registered", finding)
                 return
@@ -138,7 +131,7 @@ def _ids(exam: Examination, id: str, name: str) -> None:
                 exam.failed(id, Finding("last-id-crashes", FRAGILE, fault, witness=fault_text(error)))
                 return
             continue
-        if token in (called.vocabulary, -1):
+        if token != called.vocabulary - 1:
             text = f"id {token} is outside of the table of {called.vocabulary} ids, but raises no error"
             exam.note(Finding("ids-outside", NOTE, text))
     exam.passed(id)
@@ -149,38 +142,12 @@ def _ids(exam: Examination, id: str, name: str) -> None:
 
 def train_mode(exam: Examination) -> None:
     """In train mode only randomness changes the output, and a causal model remains causal."""
-    with _training(exam.called.model):
+    with exam.called.using(copied(exam.called.model).train()):
         exam.attempt("train-mode/causality", partial(_causal_in_training, exam))
         if any(isinstance(m, BATCH_NORMS) for m in exam.called.model.modules()):
             exam.skip("train-mode", "batch norm uses the batch in train mode")
         else:
             exam.attempt("train-mode", partial(_as_in_evaluation, exam))
-
-
-@contextmanager
-def _training(model: nn.Module) -> Iterator[None]:
-    """Train mode. Buffers get their values back."""
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    model.train()
-    try:
-        yield
-    finally:
-        model.eval()
-        for name, buffer in model.named_buffers():
-            if name in buffers:
-                buffer.copy_(buffers[name])
-
-
-class _WithoutDropout(TorchFunctionMode):
-    """Functions of dropout return their input."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if "dropout" in getattr(func, "__name__", ""):
-            return kwargs["input"] if "input" in kwargs else args[0]
-        if "dropout_p" in kwargs:
-            kwargs = {**kwargs, "dropout_p": 0.0}
-        return func(*args, **kwargs)
 
 
 def _causal_in_training(exam: Examination, id: str) -> None:
@@ -192,7 +159,7 @@ def _causal_in_training(exam: Examination, id: str) -> None:
     last = torch.zeros(exam.inputs[name].shape[:2], dtype=torch.bool)
     last[:, -1] = True
     outputs = []
-    with _WithoutDropout():
+    with WithoutDropout():
         for inputs in (exam.inputs, exam.inputs, called.others(exam.inputs, name, last)):
             torch.manual_seed(exam.seed)
             outputs.append(called.answer(inputs))
@@ -269,25 +236,19 @@ def bfloat16(exam: Examination) -> None:
     if called.floats() != torch.float32:
         exam.skip("bfloat16", f"the model is in {str(called.floats()).removeprefix('torch.')}")
         return
-    limit = limit_of(called.model)
     lengths = {}
-    if called.streams and called.has_positions and len(called.streams) == 1:
-        lengths = {called.stream.name: LONG if limit is None else min(limit, LONG)}
+    if called.has_positions and len(called.streams) == 1:
+        lengths = {called.stream.name: min(limit_of(called.model) or LONG, LONG)}
     inputs = called.draw(1, lengths)
     try:
         expected = called.answer(inputs)
     except Exception:  # the limit is smaller than in the config
         inputs = called.draw(1)
         expected = called.answer(inputs)
-    model = called.model
-    try:
-        low = copied(model).to(torch.bfloat16)
-        called.model = low
-        rounded = {name: v.to(torch.bfloat16) if v.is_floating_point() else v for name, v in inputs.items()}
-        output = called.answer(rounded)
-        noise = max(rounding(called.answer, low, rounded, output, seed=seed) for seed in range(2))
-    finally:
-        called.model = model
+    low = copied(called.model).to(torch.bfloat16)
+    with called.using(low):
+        output = called.answer(inputs)
+        noise = max(rounding(called.answer, low, inputs, output, seed=seed) for seed in range(2))
     if not output.isfinite().all():
         exam.failed("bfloat16", Finding("bfloat16-not-finite", WRONG, "NaN or infinity in bfloat16"))
         return
@@ -304,18 +265,16 @@ def bfloat16(exam: Examination) -> None:
 
 def compiled(exam: Examination) -> None:
     """``torch.compile`` changes nothing."""
-    called, model = exam.called, exam.called.model
     logger = logging.getLogger("torch._dynamo")
     level = logger.level
     logger.setLevel(logging.ERROR)  # a graph break is no fault
     try:
-        called.model = torch.compile(model, backend="aot_eager", dynamic=False)  # type: ignore[assignment]
-        output = called.answer(exam.inputs)
+        with exam.called.using(torch.compile(exam.called.model, backend="aot_eager", dynamic=False)):  # type: ignore[arg-type]
+            output = exam.called.answer(exam.inputs)
     except Exception as error:
         exam.failed("compile", Finding("compile-raises", FRAGILE, "torch.compile raises", witness=fault_text(error)))
         return
     finally:
-        called.model = model
         torch.compiler.reset()
         logger.setLevel(level)
     finding = Finding("compile-differs", WRONG, "the compiled model differs", "", "the output differs by {gap.size:.2g}")

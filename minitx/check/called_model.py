@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice, product
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from minitx.check.calling import Arguments, MaskForm, ReturnError, choices, first_that_works, invoke, read_arguments
+from minitx.check.calling import Arguments, MaskForm, ReturnError, choices, first_that_works, invoke, parts_of, read_arguments
 from minitx.check.copying import copied
 
 NUM_ROWS = 3
@@ -153,9 +154,19 @@ class CalledModel:
 
     # --- calls
 
+    @contextmanager
+    def using(self, model: nn.Module) -> Iterator[None]:
+        """Call another model in place of this one. Vectors are converted to its dtype."""
+        usual, self.model = self.model, model
+        try:
+            yield
+        finally:
+            self.model = usual
+
     def run(self, inputs: Mapping[str, Tensor], keep: Mapping[str, Tensor] | None = None, **options: Any) -> Any:
         """Call the model and return its raw result. ``keep`` has a bool mask (B, L) for each stream, True = a real token."""
         arguments: dict[str, Any] = {**dict.fromkeys(self.empty), **inputs}
+        arguments |= {name: x.to(self.floats()) for name, x in inputs.items() if x.is_floating_point()}
         for stream in self.streams:
             if keep is not None and stream.name in keep:
                 assert stream.form is not None and stream.mask is not None
@@ -300,9 +311,8 @@ def _ways(called: CalledModel, arguments: Arguments) -> Iterator[CalledModel]:
     rest = [name for name in arguments.required if name not in (ids, target, mask, target_mask)]
     for chosen in choices({"": _materials(model), **dict.fromkeys(rest, (False, True))}):
         width, length = chosen.pop("")
-        source = Stream(
-            "inputs_embeds" if width is not None and "inputs_embeds" in names else ids, length, mask, width, None, refused
-        )
+        name = "inputs_embeds" if width is not None and "inputs_embeds" in names else ids
+        source = Stream(name, length, mask, width, None, refused)
         streams = (source,) if target is None else (source, Stream(target, max(2, length - 3), target_mask, width))
         same = tuple(name for name, is_same in chosen.items() if is_same)
         known = {*same, *(stream.name for stream in streams)}
@@ -329,10 +339,8 @@ def with_form(called: CalledModel, stream: Stream, form: MaskForm) -> CalledMode
 
 def limit_of(model: nn.Module) -> int | None:
     """Return the largest number of tokens that the config states, or None."""
-    config = getattr(model, "config", None)
-    of_config = [n for n in (_stated(config, name) for name in LIMITS) if isinstance(n, int) and 0 < n < 2**20]
-    of_model = [n for n in (getattr(model, name, None) for name in LIMITS) if isinstance(n, int) and n > 0]
-    return next(iter(of_config + of_model), None)
+    stated = [_stated(place, name) for place in (getattr(model, "config", None), model) for name in LIMITS]
+    return next((number for number in stated if isinstance(number, int) and 0 < number < 2**20), None)
 
 
 def fill_zeros(model: nn.Module, generator: torch.Generator) -> None:
@@ -378,13 +386,12 @@ def _floats(result: Any) -> Tensor | None:
         output = result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
         if isinstance(output, Tensor):
             return output
-    parts: Any = result.values() if isinstance(result, Mapping) else result if isinstance(result, list | tuple) else ()
-    return next((output for part in parts if (output := _floats(part)) is not None), None)
+    return next((output for part in parts_of(result) if (output := _floats(part)) is not None), None)
 
 
-def decoder_signs(model: nn.Module) -> str:
+def decoder_signs(called: CalledModel) -> str:
     """Return the reason to expect that the model is causal, or an empty string."""
-    name, config = type(model).__name__, getattr(model, "config", None)
+    name, config, model = type(called.model).__name__, called.config, called.model
     if re.search(r"CausalLM|GPT|DecoderLM", name) and not (_stated(config, "is_decoder") is False and "GPT" not in name):
         return f"its class is {name}"
     marks = [getattr(model, "causal", False), *(_stated(config, key) for key in ("is_decoder", "is_encoder_decoder"))]
@@ -395,27 +402,30 @@ def decoder_signs(model: nn.Module) -> str:
             square = buffer.flatten(0, -3)[0] if buffer.dim() > 2 else buffer
             if any(torch.equal(marks, torch.ones_like(marks).tril()) for marks in (square == 1, square == 0)):
                 return f"the buffer {path} is a causal mask"
-    return ""
+    return "it returns a cache of its tokens" if _returns_cache(called) else ""
 
 
-class _Dropouts(TorchFunctionMode):
-    """Count the calls of dropout that is switched on."""
+class WithoutDropout(TorchFunctionMode):
+    """Functions of dropout return their input. ``count``: the number of calls of dropout that is switched on."""
 
     count = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        is_on = "dropout" in getattr(func, "__name__", "") and (kwargs.get("training") or args[2:3] == (True,))
+        is_dropout = "dropout" in getattr(func, "__name__", "")
+        is_on = is_dropout and (kwargs.get("training") or args[2:3] == (True,))
         self.count += bool(is_on or kwargs.get("dropout_p"))
-        return func(*args, **kwargs)
+        if is_dropout:
+            return kwargs["input"] if "input" in kwargs else args[0]
+        return func(*args, **(kwargs | {"dropout_p": 0.0} if "dropout_p" in kwargs else kwargs))
 
 
 def draws_by_itself(call: Callable[[], Any]) -> bool:
     """Return whether a call draws random numbers, and none of them for dropout."""
-    with torch.random.fork_rng(), _Dropouts() as dropouts:
+    with torch.random.fork_rng(), WithoutDropout() as dropout:
         before = torch.get_rng_state()
         call()
-        return not dropouts.count and not torch.equal(torch.get_rng_state(), before)
+        return not dropout.count and not torch.equal(torch.get_rng_state(), before)
 
 
 def returned_cache(result: Any, name: str) -> Any:
@@ -429,7 +439,7 @@ def returned_cache(result: Any, name: str) -> Any:
     return rest[-1] if rest else None
 
 
-def returns_cache(called: CalledModel) -> bool:
+def _returns_cache(called: CalledModel) -> bool:
     """Return whether the model gives back a cache of its tokens. A recurrent state is none: a bidirectional model has one, too."""
     if called.cache in (None, "state", "hidden") or hasattr(called.model, "make_cache"):
         return called.cache not in (None, "state", "hidden")

@@ -17,7 +17,6 @@ from minitx.check.called_model import (
     draws_by_itself,
     find_forms,
     limit_of,
-    returns_cache,
     with_form,
 )
 from minitx.check.calling import fault_text, is_refusal
@@ -157,8 +156,8 @@ class Examination:
         for stream in self.called.streams:
             if stream.form is None or self.hides(stream):
                 continue
-            called, form = self.called, stream.form
-            self.called = with_form(called, stream, replace(form, hides=not form.hides))
+            called = self.called
+            self.called = with_form(called, stream, replace(stream.form, hides=not stream.form.hides))
             if self.hides(stream):
                 self.turned.append(stream.name)
             else:
@@ -256,7 +255,7 @@ class Examination:
         """What is declared, a word of ``expect``, and by what. "": nothing is declared, so the model is only described."""
         if word := self.expect.removesuffix("relative").removesuffix(","):
             return word, "as declared"
-        signs = decoder_signs(self.called.model) or ("it returns a cache of its tokens" if returns_cache(self.called) else "")
+        signs = decoder_signs(self.called)
         return ("causal" if signs else ""), signs
 
     @property
@@ -283,25 +282,24 @@ class Examination:
         seen, (word, reason) = self.influence > self.allowed, self.intention
         later = int(seen.triu(1).sum())
         blind = [(i, j) for i, j in (~seen).nonzero().tolist() if j < i or (j > i and not self.is_causal)]
-        if not word:
+        if not word and later:
             pairs = f"{later} pair{'s' * (later > 1)} of a token and a later token that it sees"
-            word, reason = (
-                ("bidirectional", f"{pairs}; expect=causal judges it") if later else ("causal", "no token sees a later token")
-            )
+            word, reason = "bidirectional", f"{pairs}; expect=causal judges it"
+        elif not word:
+            word, reason = "causal", "no token sees a later token"
         self.describe(f"{word}: {reason}")
         if blind:
             i, j = max(blind, key=lambda pair: abs(pair[0] - pair[1]))
             self.describe(f"token {i} does not see token {j}, one of {len(blind)} such pairs, as with a window")
         elif (share := self._share_of_far_tokens()) > FAR_SHARE:
-            self.describe(
-                f"far tokens move the output {share:.1f} times as much as near ones, as with a distance bias of the wrong sign"
-            )
+            bias = "as with a distance bias of the wrong sign"
+            self.describe(f"far tokens move the output {share:.1f} times as much as near ones, {bias}")
         return seen
 
     def _share_of_far_tokens(self) -> float:
         """The effect of tokens far before an output, as a multiple of the effect of the two tokens before it."""
-        rows = [self.influence[i] for i in range(len(self.influence) // 2, len(self.influence)) if i > 3]
-        shares = [row[: i - 2].mean() / row[i - 2 : i].mean() for i, row in enumerate(rows, len(self.influence) - len(rows))]
+        rows = [(i, row) for i, row in enumerate(self.influence) if i >= max(4, len(self.influence) // 2)]
+        shares = [row[: i - 2].mean() / row[i - 2 : i].mean() for i, row in rows]
         return torch.stack(shares).median().item() if shares else 0.0
 
     def describe(self, text: str) -> None:

@@ -43,9 +43,9 @@ def cache(exam: Examination) -> None:
     L = called.stream.length
     random_cuts = sorted((torch.randperm(L - 1, generator=called.generator)[:3] + 1).tolist())
     pieces = _Pieces(exam)
-    cuts = {"token-by-token": range(1, L), "prefill-then-tokens": range(L // 2, L), "pieces": random_cuts}
-    for kind, places in cuts.items():
-        exam.attempt(f"cache/{kind}", partial(pieces.compare, cuts=list(places)))
+    plain = {"token-by-token": range(1, L), "prefill-then-tokens": range(L // 2, L), "pieces": random_cuts}
+    for kind, cuts in plain.items():
+        exam.attempt(f"cache/{kind}", partial(pieces.compare, cuts=list(cuts)))
     exam.attempt("cache/cut-back", partial(pieces.compare, cuts=[L // 3, L - 2], what=f" that is cut back by {BACK} tokens"))
     exam.attempt("cache/long", partial(pieces.compare, cuts=[], what=" and a long row"))
     exam.attempt("cache/left-padding", partial(pieces.padded, cuts=[L // 2, L // 2 + 1, L - 3]))

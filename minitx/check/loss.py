@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from minitx.check.calling import parts_of
 from minitx.check.examination import Examination
 from minitx.check.results import FRAGILE, WRONG, Finding
 
@@ -57,8 +57,7 @@ def _difference(exam: Examination, name: str, labels: Tensor, shift: int) -> flo
     inputs = {stream: tokens[: len(labels)] for stream, tokens in exam.inputs.items()}
     options: dict[str, Any] = {name: labels}
     result = exam.called.run(inputs, **options)
-    parts = result.values() if isinstance(result, Mapping) else result if isinstance(result, tuple | list) else (result,)
-    losses = [part for part in parts if isinstance(part, Tensor) and part.numel() == 1]
+    losses = [part for part in (result, *parts_of(result)) if isinstance(part, Tensor) and part.numel() == 1]
     logits = exam.base[: len(labels), : labels.shape[1] - shift].flatten(0, 1).float()
     mean = cross_entropy(logits, labels[:, shift:].flatten(), ignore_index=IGNORED)
     return min((abs(loss.item() / mean.item() - 1) for loss in losses), default=torch.inf)
