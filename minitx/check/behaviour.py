@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from minitx.check.called_model import WithoutDropout, limit_of
+from minitx.check.called_model import WithoutDropout, keep_mask, limit_of
 from minitx.check.calling import fault_text, is_refusal, parts_of
 from minitx.check.copying import copied
 from minitx.check.examination import Examination
@@ -155,12 +155,10 @@ def _causal_in_training(exam: Examination, id: str) -> None:
     if called.why_without_positions or not exam.is_causal:
         exam.skip(id, called.why_without_positions or "the model is bidirectional")
         return
-    name = called.stream.name
-    last = torch.zeros(exam.inputs[name].shape[:2], dtype=torch.bool)
-    last[:, -1] = True
+    last = exam.places == called.stream.length - 1
     outputs = []
     with WithoutDropout():
-        for inputs in (exam.inputs, exam.inputs, called.others(exam.inputs, name, last)):
+        for inputs in (exam.inputs, exam.inputs, called.others(exam.inputs, called.stream.name, last)):
             torch.manual_seed(exam.seed)
             outputs.append(called.answer(inputs))
     if outputs[0].shape != exam.base.shape or not exam.gap(outputs[1], outputs[0]).is_rounding:
@@ -211,9 +209,8 @@ def switches(exam: Examination) -> None:
 def _switch(exam: Examination, id: str, name: str) -> None:
     keep = None
     if exam.called.streams and exam.called.stream.form is not None:
-        tokens = exam.inputs[exam.called.stream.name]
-        keep = {exam.called.stream.name: torch.ones(tokens.shape[:2], dtype=torch.bool)}
-        keep[exam.called.stream.name][1, -2:] = False
+        name_of_tokens = exam.called.stream.name
+        keep = {name_of_tokens: keep_mask(exam.inputs[name_of_tokens], slice(-2, None))}
     expected = exam.called.answer(exam.inputs, keep)
     try:
         output = exam.called.answer(exam.inputs, keep, **{name: True})

@@ -207,17 +207,16 @@ class CalledModel:
         if self.picture is not None:
             pixels, channels, side = self.picture
             return f"{name}({pixels}): {pixels} (B, {channels}, {side}, {side})"
-        arguments, forms, axes = list[str](), list[str](), "L, B" if self.is_length_first else "B, L"
+        forms, axes = dict[str, str](), "L, B" if self.is_length_first else "B, L"
         for stream in self.streams:
-            arguments.append(stream.name)
-            forms.append(f"{stream.name} ({axes}{'' if stream.width is None else f', {stream.width}'})")
+            forms[stream.name] = f"({axes}{'' if stream.width is None else f', {stream.width}'})"
             if stream.mask is not None and stream.form is not None:
-                arguments.append(stream.mask)
-                forms.append(f"{stream.mask} {str(stream.form).replace('S', 'L')}")
+                forms[stream.mask] = str(stream.form).replace("S", "L")
+        listed = ", ".join([*forms, *self.same])
+        forms |= {same: f"= {self.stream.name}" for same in self.same if same != "targets"}
         length = f"{self.prepended} + L" if self.prepended else "L"
-        forms += [f"{same} = {self.stream.name}" for same in self.same if same != "targets"]
-        out = f"({axes.replace('L', length)}, ·)" if self.has_positions else "(B, ·)"
-        return f"{name}({', '.join([*arguments, *self.same])}): {'; '.join(forms)}; output {out}"
+        forms["output"] = f"({axes.replace('L', length)}, ·)" if self.has_positions else "(B, ·)"
+        return f"{name}({listed}): {'; '.join(' '.join(form) for form in forms.items())}"
 
 
 def make_called(
@@ -229,8 +228,7 @@ def make_called(
         CannotBeCalledError: no way was found.
     """
     generator = torch.Generator().manual_seed(seed)
-    model = copied(model)
-    model = model.to(device).eval() if dtype is None else model.to(device, dtype).eval()
+    model = copied(model).to(device, dtype).eval()
     fill_zeros(model, generator)
     if call is not None and len(given := read_arguments(call).names) not in (2, 3):
         raise CannotBeCalledError(f"it must take (model, input_ids, keep), or no mask, got ({', '.join(given)})")
@@ -319,11 +317,17 @@ def _ways(called: CalledModel, arguments: Arguments) -> Iterator[CalledModel]:
         yield replace(called, streams=streams, same=same, empty=tuple(name for name in arguments.required if name not in known))
 
 
+def keep_mask(tokens: Tensor, hidden: slice = slice(0)) -> Tensor:
+    """Return a mask (B, L), True = a real token. The tokens ``hidden`` of row 1 are hidden."""
+    keep = torch.ones(tokens.shape[:2], dtype=torch.bool)
+    keep[1, hidden] = False
+    return keep
+
+
 def find_forms(called: CalledModel, inputs: Mapping[str, Tensor]) -> None:
     """Find the form of each stream's mask by trying."""
     for stream in called.streams:
-        keep, faults = torch.ones(inputs[stream.name].shape[:2], dtype=torch.bool), dict[str, None]()
-        keep[1, : stream.length // 3] = False
+        keep, faults = keep_mask(inputs[stream.name], slice(stream.length // 3)), dict[str, None]()
         forms = [MaskForm(dtype, "pad" in (stream.mask or ""), axes) for dtype, axes in MASKS]
         forms = [MaskForm(axes="B--S")] if called.call else forms if stream.mask else []
         tried = (with_form(called, stream, form) for form in forms if stream.mask)

@@ -16,6 +16,7 @@ from minitx.check.called_model import (
     decoder_signs,
     draws_by_itself,
     find_forms,
+    keep_mask,
     limit_of,
     with_form,
 )
@@ -113,11 +114,9 @@ class Examination:
         """Stop if the tokens do not change the output."""
         if not self.called.streams:
             return
-        stream = self.called.stream
-        everywhere = torch.ones(self.inputs[stream.name].shape[:2], dtype=torch.bool)
-        other = self.called.others(self.inputs, stream.name, everywhere)
-        if self.gap(self.called.answer(other), self.base).is_rounding:
-            self.failed("call/effect", Finding("no-effect", WRONG, f"changing {stream.name} does not change the output"))
+        name = self.called.stream.name
+        if self.gap(self.called.answer(self.called.others(self.inputs, name, self.places >= 0)), self.base).is_rounding:
+            self.failed("call/effect", Finding("no-effect", WRONG, f"changing {name} does not change the output"))
             raise StopError("the output does not depend on the tokens")
 
     def _settle_layout(self) -> None:
@@ -166,9 +165,7 @@ class Examination:
     def hides(self, stream: Stream) -> bool:
         """Return whether tokens that the mask hides on the left change nothing."""
         try:
-            B, L = self.inputs[stream.name].shape[:2]
-            keep = torch.ones(B, L, dtype=torch.bool)
-            keep[1, : max(1, L // 3)] = False
+            keep = keep_mask(self.inputs[stream.name], slice(max(1, stream.length // 3)))
             changed = self.called.others(self.inputs, stream.name, ~keep)
             first, second = (self.called.answer(tokens, {stream.name: keep}) for tokens in (self.inputs, changed))
             still = keep if self.called.has_positions and stream.name == self.called.stream.name else self.whole
@@ -183,6 +180,12 @@ class Examination:
         """All rows, or all rows and positions."""
         shape = self.base.shape[:2] if self.called.has_positions else self.base.shape[:1]
         return torch.ones(shape, dtype=torch.bool)
+
+    @property
+    def places(self) -> Tensor:
+        """The place of each token, (B, L), in the stream to which the outputs belong."""
+        tokens = self.inputs[self.called.stream.name]
+        return torch.arange(tokens.shape[1]).expand(tokens.shape[:2])
 
     @property
     def allowed(self) -> float:
@@ -240,10 +243,8 @@ class Examination:
         if not self.called.streams:
             return self.base.abs().max().item()
         if not self.called.has_positions:
-            stream = self.called.stream
-            changed = torch.zeros(self.inputs[stream.name].shape[:2], dtype=torch.bool)
-            changed[:, 1] = True
-            return (self.called.answer(self.called.others(self.inputs, stream.name, changed)) - self.base).abs().max().item()
+            changed = self.called.others(self.inputs, self.called.stream.name, self.places == 1)
+            return (self.called.answer(changed) - self.base).abs().max().item()
         earlier = self.influence.tril(-1)
         moved = earlier[earlier > self.allowed]
         if not moved.numel():

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitx.check.called_model import returned_cache
+from minitx.check.called_model import keep_mask, returned_cache
 from minitx.check.calling import fault_text
 from minitx.check.examination import Examination
 from minitx.check.properties import Gap
@@ -19,14 +19,6 @@ from minitx.check.results import FRAGILE, WRONG, Finding
 
 BACK = 3
 """The number of tokens by which a cache is cut back."""
-
-
-class NoCacheError(ValueError):
-    """The model returns no cache, or one that cannot be cut back."""
-
-
-class WrongShapeError(RuntimeError):
-    """The output of a piece has the wrong shape."""
 
 
 def cache(exam: Examination) -> None:
@@ -88,11 +80,11 @@ class _Pieces:
             outputs.append(called.output(result, piece))
             if outputs[-1].shape[:2] != (B, end - start):
                 shape = tuple(outputs[-1].shape)
-                raise WrongShapeError(f"a piece of {end - start} tokens in {B} rows gives an output of shape {shape}")
+                raise RuntimeError(f"a piece of {end - start} tokens in {B} rows gives an output of shape {shape}")
             if self.make is None:
                 cache = returned_cache(result, str(called.cache))
                 if cache is None:
-                    raise NoCacheError("the model returns no cache")
+                    raise ValueError("the model returns no cache")
             start = end
             if back and hasattr(cache, "activate_past_recording"):  # of transformers
                 cache.activate_past_recording()
@@ -100,7 +92,7 @@ class _Pieces:
                 try:
                     cache.crop(-back)
                 except (AttributeError, RuntimeError) as error:
-                    raise NoCacheError(f"the cache cannot be cut back: {fault_text(error)}") from error
+                    raise ValueError(f"the cache cannot be cut back: {fault_text(error)}") from error
                 outputs[-1], start = outputs[-1][:, :-back], end - back
         return torch.cat(outputs, 1)
 
@@ -139,9 +131,7 @@ class _Pieces:
         if stream.form is None:
             exam.skip(id, "no mask")
             return
-        B, L = exam.inputs[stream.name].shape[:2]
-        keep = torch.ones(B, L, dtype=torch.bool)
-        keep[1, : L // 3] = False
+        keep = keep_mask(exam.inputs[stream.name], slice(stream.length // 3))
         extra = called.counted(keep)
         try:
             expected = called.answer(exam.inputs, {stream.name: keep}, **extra)

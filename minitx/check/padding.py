@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitx.check.called_model import Stream
+from minitx.check.called_model import Stream, keep_mask
 from minitx.check.examination import Examination
 from minitx.check.properties import Gap
 from minitx.check.results import FRAGILE, NOTE, WRONG, Finding
@@ -55,7 +55,7 @@ class _Padding:
 
     def ones(self, id: str) -> None:
         """A mask that hides nothing changes nothing."""
-        exam, keep = self.exam, torch.ones(self.exam.inputs[self.stream.name].shape[:2], dtype=torch.bool)
+        exam, keep = self.exam, keep_mask(self.exam.inputs[self.stream.name])
         fault = f"{self.stream.mask} changes the output, although it hides nothing"
         advice = "Does the mask replace the causal mask?"
         witness = "a mask that hides nothing moves the output by {gap.size:.2g}"
@@ -65,10 +65,10 @@ class _Padding:
 
     def side(self, id: str, side: str) -> None:
         """Padding on one side changes nothing."""
-        exam, (B, L) = self.exam, self.exam.inputs[self.stream.name].shape[:2]
-        keep, third = torch.ones(B, L, dtype=torch.bool), max(1, L // 3)
-        start, end = {"left": (0, third), "right": (L - third, L), "inside": (third, third + max(1, third // 2))}[side]
-        keep[1, start:end] = False
+        exam, L = self.exam, self.stream.length
+        third = max(1, L // 3)
+        places = {"left": slice(third), "right": slice(L - third, L), "inside": slice(third, third + max(1, third // 2))}
+        keep = keep_mask(exam.inputs[self.stream.name], places[side])
         changed = exam.called.others(exam.inputs, self.stream.name, ~keep)
         still, expected = self._still(keep), self._answer(keep)
         where = "inside" if side == "inside" else f"on the {side}"
@@ -87,7 +87,7 @@ class _Padding:
                 exam.skip(id, excuse.fault)
                 return
             calls = (exam.answers(tokens, {self.stream.name: keep}) for tokens in (exam.inputs, changed))
-            padded = torch.arange(B) == 1  # its real tokens, and its tokens in the other stream, must not move
+            padded = torch.arange(len(keep)) == 1  # its real tokens, and its tokens in the other stream, must not move
             stills = [keep & padded[:, None], *[(still.T & padded).T] * (still is not keep)]
             exam.judge(id, gap, self._leak(where, keep), *calls, *stills)
             return
@@ -201,16 +201,15 @@ def documents(exam: Examination) -> None:
     if called.why_without_positions or len(called.streams) > 1 or not names:
         exam.skip("documents", "no argument for documents was found")
         return
-    stream, (B, L) = called.stream, exam.inputs[called.stream.name].shape[:2]
-    places = torch.arange(L, device=called.device).expand(B, L)
-    second = places >= L // 2
-    keep = {stream.name: torch.ones(B, L, dtype=torch.bool)}
+    stream, places = called.stream, exam.places.to(called.device)
+    second = places >= stream.length // 2
+    keep = {stream.name: keep_mask(places)}
     apart: dict[str, bool] = {}
     for name in names:
         if name == "position_ids" and not exam.is_causal:
             exam.skip("documents/position_ids", "the model is bidirectional")
             continue
-        options = {name: places - L // 2 * second if name == "position_ids" else second.long()}
+        options = {name: places - stream.length // 2 * second if name == "position_ids" else second.long()}
         for id, masks in ((f"documents/{name}", None), (f"documents/{name}-and-a-mask", keep)):
             if masks is None or stream.form is not None:
                 exam.attempt(id, partial(_packed, exam, options=options, keep=masks, apart=apart))
@@ -229,11 +228,10 @@ def documents(exam: Examination) -> None:
 def _packed(exam: Examination, id: str, options: Any, keep: Mapping[str, Tensor] | None, apart: dict[str, bool]) -> None:
     """Check one way to mark where documents begin."""
     called, name = exam.called, exam.called.stream.name
-    places = torch.arange(exam.inputs[name].shape[1]).expand(exam.inputs[name].shape[:2])
-    half = places.shape[1] // 2
+    half = called.stream.length // 2
     packed = called.answer(exam.inputs, keep, **options)
-    changed = called.others(exam.inputs, name, places == 1)
-    gap = exam.gap(called.answer(changed, keep, **options), packed, places >= half)
+    changed = called.others(exam.inputs, name, exam.places == 1)
+    gap = exam.gap(called.answer(changed, keep, **options), packed, exam.places >= half)
     apart[id] = gap.is_rounding
     if not gap.is_rounding and "position_ids" in options:
         exam.skip(id, "position_ids that restart are not read as documents")

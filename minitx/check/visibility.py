@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minitx.check.called_model import keep_mask
 from minitx.check.examination import SHARE, Examination
 from minitx.check.properties import Gap
 from minitx.check.results import FAILED, FRAGILE, NOTE, WRONG, Finding
@@ -83,12 +84,8 @@ def _token_values(exam: Examination, id: str) -> None:
         return
     name, L = exam.called.stream.name, len(future)
     i, j = divmod(int(future.argmax()), L)
-    column = torch.zeros(exam.inputs[name].shape[:2], dtype=torch.bool)
-    column[:, j] = True
-    changed = exam.called.others(exam.inputs, name, column)
-    still = torch.zeros_like(column)
-    still[:, :j] = True
-    at = exam.where(exam.answers(exam.inputs), exam.answers(changed), still)
+    changed = exam.called.others(exam.inputs, name, exam.places == j)
+    at = exam.where(exam.answers(exam.inputs), exam.answers(changed), exam.places < j)
     pairs = int((future > exam.allowed).sum())
     witness = (
         f"changing token {j} moves the output of token {i} by {future.max():.2g} (a token that it may see: {exam.typical:.2g}); "
@@ -124,14 +121,13 @@ def _with_mask(exam: Examination, id: str) -> None:
     if stream.form is None:
         exam.skip(id, stream.why_unmasked)
         return
-    places = torch.arange(exam.inputs[stream.name].shape[1]).expand(exam.inputs[stream.name].shape[:2])
-    last = places >= places.shape[1] - 3
+    L = stream.length
+    last = exam.places >= L - 3
     witness = f"with {stream.mask}, the last 3 tokens " + "move the output of token {gap.place[1]} by {gap.size:.2g}"
     fault, advice = f"with {stream.mask}, the model is not causal", "Combine the two masks: causal & padding."
     finding = Finding("not-causal-with-a-mask", exam.severity, fault, advice, witness)
     for hidden in (0, 2):
-        keep = torch.ones_like(last)
-        keep[1, places.shape[1] - hidden :] = False
+        keep = keep_mask(exam.inputs[stream.name], slice(L - hidden, L))
         changed = exam.called.others(exam.inputs, stream.name, last)
         before, after = (exam.answers(tokens, {stream.name: keep}) for tokens in (exam.inputs, changed))
         gap = exam.gap(after(), before(), keep & ~last)
@@ -284,8 +280,7 @@ def _count_of_padding(exam: Examination, places: Tensor) -> str:
     stream = exam.called.stream
     if stream.form is None:
         return ""
-    keep = torch.ones(places.shape, dtype=torch.bool)
-    keep[1, :3] = False
+    keep = keep_mask(places, slice(3))
     positions = [{}, {"position_ids": places}, exam.called.counted(keep)]
     plain, with_padding, without = (exam.called.answer(exam.inputs, {stream.name: keep}, **given) for given in positions)
     is_counted = torch.equal(plain[1], with_padding[1]) and not torch.equal(plain[1], without[1])
