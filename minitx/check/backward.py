@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -102,20 +101,6 @@ def _moved(call: Callable[[], Tensor], parameters: Parameters, steps: Parameters
 # --- gradients against differences
 
 
-@dataclass(frozen=True)
-class _Slope:
-    """The measured slope of the output along a random step of some parameters, and the slope from their gradients.
-
-    Attributes:
-        share: their difference, relative to ``measured`` or to larger numbers.
-    """
-
-    share: float
-    names: tuple[str, ...]
-    measured: float
-    expected: float
-
-
 def _finite_differences(exam: Examination, id: str) -> None:
     """Gradients equal finite differences of the output, in float64."""
     called = exam.called
@@ -129,23 +114,21 @@ def _finite_differences(exam: Examination, id: str) -> None:
         except Exception as error:  # parts of some models compute in a fixed dtype
             exam.skip(id, f"in float64 it raises {fault_text(error)}")
             return
-        worst = max(_slope_of_groups(exam), key=lambda slope: slope.share)
+        share, of_slope = max(_slopes(exam))
     if gap.size > FAR * gap.allowed:
         fault, advice = "parts of the float32 model compute in lower precision", "Look for autocast, half() or bfloat16()."
         witness = f"the output differs from float64 by {gap.size:.2g}; rounding explains {gap.allowed:.2g}"
         exam.failed("gradient/precision", Finding("precision-lost", FRAGILE, fault, advice, witness), gap)
-    if worst.share <= SLOPE:
+    if share <= SLOPE:
         exam.passed(id)
         return
     fault = "gradients differ from the slope of the output"
     advice = "Look for detach(), no_grad, .data or a custom backward. A straight-through estimator does this on purpose."
-    name = worst.names[0] if len(worst.names) == 1 else f"{worst.names[0]} ... {worst.names[-1]}"
-    witness = f"along a random step of {name}: gradient {worst.expected:.3g}, slope {worst.measured:.3g}"
-    exam.failed(id, Finding("gradient-differs", FRAGILE, fault, advice, witness))
+    exam.failed(id, Finding("gradient-differs", FRAGILE, fault, advice, of_slope))
 
 
-def _slope_of_groups(exam: Examination) -> Iterator[_Slope]:
-    """Yield the slope of each group of parameters."""
+def _slopes(exam: Examination) -> Iterator[tuple[float, str]]:
+    """Yield, for each group of parameters, the relative difference of their gradient from the measured slope, and a witness."""
     called, parameters = exam.called, _trained(exam.called)
     inputs = {name: value[:1] for name, value in exam.inputs.items()}
     weights, gradients = _gradients(called, inputs, parameters)
@@ -157,9 +140,12 @@ def _slope_of_groups(exam: Examination) -> Iterator[_Slope]:
         ends = [_moved(total, parameters, steps, length).item() for length in (width, -width)]
         return (ends[0] - ends[1]) / (2 * width)
 
-    least = max(1e-4 * abs(total().item()), 1e-9)
-    for names in _groups(list(parameters)):
-        steps = {name: _random_step(parameters[name], called.generator) for name in names}
+    least, count = max(1e-4 * abs(total().item()), 1e-9), -(-len(parameters) // GROUPS)
+    for start in range(0, len(parameters), count):
+        names, steps = list(parameters)[start : start + count], dict[str, Tensor]()
+        for name in names:
+            size = max(parameters[name].detach().abs().mean().item(), 1e-2)
+            steps[name] = size * torch.randn(parameters[name].shape, generator=called.generator).to(parameters[name])
         parts = [gradients[name] * step for name, step in steps.items()]
         expected = sum(part.sum().item() for part in parts)
         measured = slope(steps, WIDTH)
@@ -167,14 +153,5 @@ def _slope_of_groups(exam: Examination) -> Iterator[_Slope]:
         difference = abs(measured - expected)
         if difference > SLOPE * size:  # a wider step estimates the error of the finite difference
             difference = max(0.0, difference - 4 * abs(measured - slope(steps, 8 * WIDTH)))
-        yield _Slope(difference / size, tuple(names), measured, expected)
-
-
-def _random_step(parameter: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randn(parameter.shape, generator=generator).to(parameter) * max(parameter.detach().abs().mean().item(), 1e-2)
-
-
-def _groups(names: list[str]) -> list[list[str]]:
-    """The names, one by one or in at most ``GROUPS`` groups."""
-    size = -(-len(names) // GROUPS)
-    return [names[start : start + size] for start in range(0, len(names), size)]
+        group = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
+        yield difference / size, f"along a random step of {group}: gradient {expected:.3g}, slope {measured:.3g}"

@@ -386,10 +386,9 @@ def _floats(result: Any) -> Tensor | None:
     """The first floating-point tensor with at least one axis. Logits come first."""
     if isinstance(result, Tensor):
         return result if result.is_floating_point() and result.dim() else None
-    for name in OUTPUT_NAMES:
-        output = result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
-        if isinstance(output, Tensor):
-            return output
+    named = [output for name in OUTPUT_NAMES if isinstance(output := _stated(result, name), Tensor)]
+    if named:
+        return named[0]
     return next((output for part in parts_of(result) if (output := _floats(part)) is not None), None)
 
 
@@ -434,9 +433,8 @@ def draws_by_itself(call: Callable[[], Any]) -> bool:
 
 def returned_cache(result: Any, name: str) -> Any:
     """Return the cache in the result of a call whose argument for it is ``name``, or None."""
-    get = result.get if isinstance(result, Mapping) else partial(getattr, result)
     for key in (name, "past_key_values", "cache_params", "state"):
-        if (cache := get(key, None)) is not None:
+        if (cache := _stated(result, key)) is not None:
             return cache
     parts = result[1:] if isinstance(result, tuple) else ()
     rest = [part for part in parts if part is not None and not (isinstance(part, Tensor) and part.dim() == 0)]

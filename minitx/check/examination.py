@@ -264,11 +264,6 @@ class Examination:
         """The severity of a contradiction of ``intention``."""
         return WRONG if self.intention[0] else FRAGILE
 
-    @property
-    def expects_relative(self) -> bool:
-        """Whether positions are declared to be relative."""
-        return "relative" in self.expect
-
     @cached_property
     def is_causal(self) -> bool:
         """Whether later tokens must change nothing. If nothing is declared: whether they change nothing, or much less than earlier tokens."""

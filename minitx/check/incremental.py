@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -54,11 +54,11 @@ class _Pieces:
     def run(
         self,
         cuts: Sequence[int],
+        row: Any = None,
         keep: Tensor | None = None,
-        extra: Mapping[str, Tensor] | None = None,
         cache: Any = None,
         back: int = 0,
-        row: Mapping[str, Tensor] | None = None,
+        **extra: Tensor,
     ) -> Tensor:
         """Return the outputs of all pieces, joined. After the second piece, ``back`` tokens are removed and fed again."""
         called, inputs = self.called, row or self.exam.inputs
@@ -72,7 +72,7 @@ class _Pieces:
             piece = {**inputs, stream.name: tokens[:, start:end].contiguous()}
             options: dict[str, Any] = {} if cache is None else {str(called.cache): cache}
             options |= {"use_cache": True} if "use_cache" in called.names else {}
-            options |= {key: value[:, start:end] for key, value in (extra or {}).items()}
+            options |= {key: value[:, start:end] for key, value in extra.items()}
             # minitx's cache stores the earlier part of the mask; other models need all of it, or its new part
             starts = [] if keep is None else [start] if self.make is not None else [0, start][: 1 + (start > 0)]
             masks = [{stream.name: keep[:, first:end]} for first in starts if keep is not None]
@@ -137,7 +137,7 @@ class _Pieces:
             expected = called.answer(exam.inputs, {stream.name: keep}, **extra)
         except (ValueError, NotImplementedError):  # the model does not use positions
             extra, expected = {}, called.answer(exam.inputs, {stream.name: keep})
-        output = self.run(cuts, keep, extra)
+        output = self.run(cuts, keep=keep, **extra)
         self._judge(id, exam.gap(output, expected, keep), cuts, " and padding on the left")
 
     def static(self, id: str, cuts: Sequence[int]) -> None:

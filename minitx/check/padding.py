@@ -100,18 +100,14 @@ class _Padding:
             finding = self.finding("padding-changes-rows", WRONG, "padding of a row changes other rows", "", witness)
             exam.judge(f"{id}/other-rows", between, finding)
         if exam.are_rows_apart:  # a padded row gives the same output in a batch and as the only row
-            gap = exam.gap(self._answer(keep[1:2], self._row()), expected[1:2], still[1:2])
+            row = {key: value[1:2] for key, value in exam.inputs.items()}
+            gap = exam.gap(self._answer(keep[1:2], row), expected[1:2], still[1:2])
             fault = f"in a batch of one, {self.stream.mask} has another effect"
             advice = "Look for conditions on the batch size."
             witness = "the output of the padded row differs by {gap.size:.2g} (a visible token moves it by {exam.typical:.2g})"
             exam.judge(f"{id}/one-row", gap, self.finding("mask-in-a-batch-of-one", WRONG, fault, advice, witness))
         if side != "inside":
-            exam.attempt(f"{id}/alone", partial(self._alone, side=side, keep=keep, padded=expected))
-
-    def _row(self, kept: Any = slice(None)) -> dict[str, Tensor]:
-        """The padded row, with the tokens ``kept``."""
-        row = {key: value[1:2] for key, value in self.exam.inputs.items()}
-        return row | {self.stream.name: row[self.stream.name][:, kept].contiguous()}
+            exam.attempt(f"{id}/alone", partial(self._alone, side=side, keep=keep))
 
     def _excuse(self, keep: Tensor, side: str) -> Finding | None:
         """Return a note if the model may let hidden tokens of this kind move the output.
@@ -122,7 +118,7 @@ class _Padding:
         assert self.stream.form is not None
         if exam.called.pad is not None and self.stream.width is None:
             tokens = exam.inputs[name].masked_fill(~keep.to(exam.called.device), exam.called.pad)
-            if self._with_positions({**exam.inputs, name: tokens}, keep).is_rounding:
+            if self._gap_alone(keep, {**exam.inputs, name: tokens}, **exam.called.counted(keep)).is_rounding:
                 text = f"padding is recognised by the id {exam.called.pad}, not by {mask}"
                 return self.finding("padding-by-id", NOTE, text, "Hide tokens with this id.")
         if not self.is_output and side != "inside":
@@ -145,10 +141,9 @@ class _Padding:
         first, second = (self._answer(keep, tokens, **options) for tokens in (self.exam.inputs, twin))
         return not self.exam.gap(second, first, self._still(keep)).is_rounding
 
-    def _with_positions(self, inputs: dict[str, Tensor], keep: Tensor) -> Gap:
-        """The gap between a padded row and the same row alone, with equal position_ids if the model takes them."""
+    def _gap_alone(self, keep: Tensor, inputs: dict[str, Tensor], **positions: Any) -> Gap:
+        """The gap between a padded row and the same row alone, with the same positions."""
         exam, name, real = self.exam, self.stream.name, keep[1]
-        positions = exam.called.counted(keep)
         alone = {key: value[1:2] for key, value in inputs.items()} | {name: inputs[name][1:2, real].contiguous()}
         padded = self._answer(keep, inputs, **positions)[1:2]
         expected = exam.called.answer(alone, **{key: value[1:2, real] for key, value in positions.items()})
@@ -164,16 +159,12 @@ class _Padding:
             return self.finding("mask-ignored", WRONG, f"{mask} is ignored", advice, witness)
         advice = "Hide their keys in every layer, and clear their values in other modules that mix positions."
         if self.prefix != "padding":
-            advice = (
-                "Hide their keys in every layer of the encoder, and in cross-attention: it needs the mask of the source, too."
-            )
+            advice = "Hide their keys in every layer of the encoder, and in cross-attention, which needs the mask, too."
         return self.finding("padding-leaks", WRONG, f"hidden tokens leak through {mask}", advice, witness)
 
-    def _alone(self, id: str, side: str, keep: Tensor, padded: Tensor) -> None:
+    def _alone(self, id: str, side: str, keep: Tensor) -> None:
         """A padded row equals the same row alone."""
-        exam, real = self.exam, keep[1]
-        expected = exam.called.answer(self._row(real))
-        gap = exam.gap(padded[1:2][:, real] if self.is_output else padded[1:2], expected)
+        exam, gap = self.exam, self._gap_alone(keep, self.exam.inputs)
         witness = "the output of the row differs by {gap.size:.2g} (a visible token moves it by {exam.typical:.2g})"
         if side == "right":
             fault = "a row with padding on the right differs from the same row alone"
@@ -182,11 +173,11 @@ class _Padding:
             return
         fault = "with padding on the left, positions are counted from the padding"
         advice = "Count positions from the first real token: mask.cumsum(-1) - 1."
-        severity = WRONG if exam.expects_relative else NOTE
+        severity = WRONG if "relative" in exam.expect else NOTE
         if not gap.is_rounding and "position_ids" in exam.called.names:
             severity, advice = FRAGILE, "position_ids do not fix it."
             with suppress(Exception):
-                if self._with_positions(exam.inputs, keep).is_rounding:
+                if self._gap_alone(keep, exam.inputs, **exam.called.counted(keep)).is_rounding:
                     severity, advice = NOTE, "With position_ids = mask.cumsum(-1) - 1 it is right."
         exam.judge(id, gap, self.finding("positions-of-left-padding", severity, fault, advice, witness))
 

@@ -240,7 +240,7 @@ def reach(exam: Examination) -> None:
         return
     if "position_ids" in exam.called.names:
         exam.attempt("reach/positions", partial(_positions, exam))
-    elif exam.expects_relative:
+    elif "relative" in exam.expect:
         judged = "padding on the left judges it" if exam.called.stream.form else "it takes no mask"
         exam.skip("reach/positions", f"it takes no position_ids; {judged}")
     name = exam.called.stream.name
@@ -264,7 +264,7 @@ def _positions(exam: Examination, id: str) -> None:
         exam.note(Finding("position-ids-ignored", FRAGILE, text))
         return
     gap = exam.gap(shifted, base)
-    if exam.expects_relative and not gap.is_rounding:
+    if "relative" in exam.expect and not gap.is_rounding:
         witness = "adding 3 to all position_ids moves the output by {gap.size:.2g} (a visible token: {exam.typical:.2g})"
         advice = "Rotate queries and keys with the same angles and pairs of features, or add a bias of the distance alone."
         exam.judge(
