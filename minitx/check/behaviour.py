@@ -7,7 +7,7 @@ import re
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from minitx.check.called_model import WithoutDropout, keep_mask, limit_of
 from minitx.check.calling import fault_text, is_refusal, parts_of
@@ -207,20 +207,19 @@ def switches(exam: Examination) -> None:
 
 
 def _switch(exam: Examination, id: str, name: str) -> None:
-    keep = None
-    if exam.called.streams and exam.called.stream.form is not None:
-        name_of_tokens = exam.called.stream.name
-        keep = {name_of_tokens: keep_mask(exam.inputs[name_of_tokens], slice(-2, None))}
-    expected = exam.called.answer(exam.inputs, keep)
+    called, keep = exam.called, dict[str, Tensor]()
+    if called.streams and called.stream.form is not None:
+        keep = {called.stream.name: keep_mask(exam.inputs[called.stream.name], slice(-2, None))}
+    expected = called.answer(exam.inputs, keep)
     try:
-        output = exam.called.answer(exam.inputs, keep, **{name: True})
+        output = called.answer(exam.inputs, keep, **{name: True})
     except Exception as error:
         exam.skip(f"{id}/{name}", f"it raises {fault_text(error)}")
         return
     if output.shape != expected.shape:
         exam.skip(f"{id}/{name}", "the first result has another shape")
         return
-    where = None if keep is None or not exam.called.has_positions else keep[exam.called.stream.name]
+    where = keep[called.stream.name] if keep and called.has_positions else None
     witness = "the output of row {gap.place[0]} differs by {gap.size:.2g} (a visible token moves it by {exam.typical:.2g})"
     advice = "Look for a second path of the attention: it needs the same mask and scale."
     finding = Finding(f"changes-with-{name.replace('_', '-')}", WRONG, f"{name}=True changes the output", advice, witness)

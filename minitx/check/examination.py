@@ -91,17 +91,13 @@ class Examination:
         called = self.called
         again = compare(called.answer(self.inputs), self.base, 0.0)
         if not again.is_rounding:
-            call = self.answers(self.inputs)
+            call, witness = self.answers(self.inputs), "the output differs by {gap.size:.2g}"
+            fault = "two calls in evaluation mode differ"
+            advice = "Without dropout, they are equal: F.dropout needs training=self.training, and attention dropout_p=0."
+            finding = Finding("random", WRONG, fault, advice, witness)
             if draws_by_itself(call):
                 fault = "it draws random numbers in evaluation, and not for dropout, so nothing else is judged"
-                self.failed("determinism", Finding("random-by-itself", FRAGILE, fault, "Seed each call, or draw them once."))
-                raise StopError(fault)
-            fault = "two calls in evaluation mode differ"
-            advice = (
-                "In evaluation there is no dropout: F.dropout needs training=self.training, "
-                "and scaled_dot_product_attention needs dropout_p=0."
-            )
-            finding = Finding("random", WRONG, fault, advice, "the output differs by {gap.size:.2g}")
+                finding = Finding("random-by-itself", FRAGILE, fault, "Seed each call, or draw them once.", witness)
             self.judge("determinism", again, finding, call, call, self.whole)
             raise StopError(fault)
         self.noise = max(rounding(called.answer, called.model, self.inputs, self.base, seed=seed) for seed in range(3))
@@ -226,14 +222,10 @@ class Examination:
             single = {key: value[row : row + 1] for key, value in self.inputs.items()}
             many = {key: value.expand(L, *value.shape[1:]).contiguous() for key, value in single.items()}
             twins = called.others(many, name, torch.eye(L, dtype=torch.bool))
-            if self.are_rows_apart:
-                both = {key: torch.cat((single[key], twins[key])) for key in many}
-                output = called.answer(both)
-                base, moved = output[:1], output[1:]
-            else:
-                base = called.answer(single)
-                moved = torch.cat([called.answer({k: v[j : j + 1] for k, v in twins.items()}) for j in range(L)])
-            size = (moved - base).abs().flatten(2).amax(-1).float().cpu()  # (changed, position)
+            both = {key: torch.cat((single[key], twins[key])) for key in many}
+            parts = [both] if self.are_rows_apart else [{k: v[j : j + 1] for k, v in both.items()} for j in range(L + 1)]
+            output = torch.cat([called.answer(part) for part in parts])
+            size = (output[1:] - output[:1]).abs().flatten(2).amax(-1).float().cpu()  # (changed, position)
             result = torch.maximum(result, size.T)
         return result
 

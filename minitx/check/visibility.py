@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -202,18 +203,12 @@ def _token_gradients(exam: Examination) -> Tensor | str:
         leaves.append(output.detach().requires_grad_())
         return leaves[-1].clone()  # a model may change it in place
 
-    handles = []
-    if called.stream.width is None:
-        handles = [m.register_forward_hook(leaf) for m in called.model.modules() if isinstance(m, nn.Embedding)]
-    else:
-        inputs[name].requires_grad_()
-        leaves.append(inputs[name])
-    try:
-        with torch.enable_grad():
-            out = called.answer(inputs)[0]
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, torch.enable_grad():
+        if called.stream.width is not None:
+            leaves.append(inputs[name].requires_grad_())
+        for module in (module for module in called.model.modules() if isinstance(module, nn.Embedding) and not leaves):
+            hooks.enter_context(module.register_forward_hook(leaf))
+        out = called.answer(inputs)[0]
     if len(leaves) != 1:
         return "the table of the tokens was not found"
     if not out.requires_grad:
