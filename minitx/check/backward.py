@@ -48,9 +48,8 @@ def gradient(exam: Examination) -> None:
     if moving:
         name, gap = next(iter(moving.items()))
         fault, advice = "parameters change the output and get no gradient", "Look for detach(), no_grad or .data."
-        witness = (
-            f"changing {name} moves the output by {gap.size:.2g}, but its gradient is 0; {len(moving)} of {len(tried)} tried"
-        )
+        others = f"{len(moving)} of {len(tried)} tried"
+        witness = f"changing {name} moves the output by {gap.size:.2g}, but its gradient is 0; {others}"
         exam.failed("gradient", Finding("parameter-without-gradient", WRONG, fault, advice, witness), gap)
         return
     if silent:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -43,10 +44,9 @@ def weights(exam: Examination) -> None:
                 exam.failed("weights/registered", finding)
                 return
     exam.passed("weights/registered")
-    try:
+    head = table = None
+    with suppress(AttributeError, NotImplementedError):
         head, table = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
-    except (AttributeError, NotImplementedError):
-        head = table = None
     is_tied = getattr(exam.called.config, "tie_word_embeddings", None)
     if head is None or table is None or not isinstance(is_tied, bool) or not hasattr(head, "weight"):
         return

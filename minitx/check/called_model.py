@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice, product
@@ -269,10 +269,9 @@ def _check_output(called: CalledModel) -> None:
 
 def _lengths(called: CalledModel) -> tuple[int, ...]:
     """The axes of the output after the rows if the tokens are one fewer, or () if the model reads whole blocks."""
-    try:
+    with suppress(Exception):
         return called.answer(called.draw(NUM_ROWS, {called.stream.name: called.stream.length - 1})).shape[1:]
-    except Exception:
-        return ()
+    return ()
 
 
 def _materials(model: nn.Module) -> list[tuple[int | None, int]]:
@@ -368,10 +367,9 @@ def _tables(model: nn.Module) -> list[nn.Embedding]:
 def _vocabulary(model: nn.Module) -> tuple[int, Tensor]:
     """The number of ids, and the ids without special tokens."""
     config, tables = getattr(model, "config", None), _tables(model)
-    try:
-        table: Any = model.get_input_embeddings()  # type: ignore[operator]
-    except (NotImplementedError, AttributeError):
-        table = None
+    table: Any = None
+    with suppress(NotImplementedError, AttributeError):
+        table = model.get_input_embeddings()  # type: ignore[operator]
     stated = [getattr(table, "num_embeddings", None), _stated(config, "vocab_size"), *(t.num_embeddings for t in tables), 50]
     size = next(number for number in stated if isinstance(number, int))
     values = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
@@ -445,8 +443,7 @@ def _returns_cache(called: CalledModel) -> bool:
     """Return whether the model gives back a cache of its tokens. A recurrent state is none: a bidirectional model has one, too."""
     if called.cache in (None, "state", "hidden") or hasattr(called.model, "make_cache"):
         return called.cache not in (None, "state", "hidden")
-    try:
+    with suppress(Exception):
         options: dict[str, Any] = {"use_cache": True} if "use_cache" in called.names else {}
         return returned_cache(called.run(called.draw(), **options), str(called.cache)) is not None
-    except Exception:
-        return False
+    return False

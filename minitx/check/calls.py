@@ -165,8 +165,7 @@ def _graded(stage: int, trial: Trial, checks: list[Check], findings: list[Placed
         fault = f"{check.id} could not be tried: {check.reason}"
         findings.append((Finding(f"untried-{check.id}", WRONG, fault, f"Stage {stage} needs it."), {check.id}))
     findings = [(finding, places) for finding, places in findings if not places or places & ids]
-    severe = [WRONG if places and finding.severity != NOTE else finding.severity for finding, places in findings]
-    return checks, [(replace(f, severity=s), places) for (f, places), s in zip(findings, severe, strict=True)]
+    return checks, [(replace(f, severity=WRONG) if places and f.severity != NOTE else f, places) for f, places in findings]
 
 
 class _Verdicts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -126,7 +127,7 @@ class Examination:
         flipped = called.answer({name: value.flip(0) for name, value in self.inputs.items()}).flip(0)
         if called.stream.width is None and self.gap(flipped, self.base).is_rounding:
             return
-        try:
+        with suppress(Exception):
             self.called = replace(called, is_length_first=True)
             find_forms(self.called, self.inputs)
             self.base = self.called.answer(self.inputs)
@@ -135,8 +136,6 @@ class Examination:
                 advice = "nn.MultiheadAttention, nn.TransformerEncoderLayer and nn.GRU take (B, L) with batch_first=True."
                 self.note(Finding("length-first", NOTE if called.stream.width else FRAGILE, text, advice))
                 return
-        except Exception:
-            pass
         self.called, self.base = called, base
 
     def other_row(self) -> tuple[Gap, dict[str, Tensor]]:
@@ -160,14 +159,13 @@ class Examination:
 
     def hides(self, stream: Stream) -> bool:
         """Return whether tokens that the mask hides on the left change nothing."""
-        try:
+        with suppress(Exception):
             keep = keep_mask(self.inputs[stream.name], slice(max(1, stream.length // 3)))
             changed = self.called.others(self.inputs, stream.name, ~keep)
             first, second = (self.called.answer(tokens, {stream.name: keep}) for tokens in (self.inputs, changed))
             still = keep if self.called.has_positions and stream.name == self.called.stream.name else self.whole
             return bool(first[still].isfinite().all()) and self.gap(second, first, still).is_rounding
-        except Exception:
-            return False
+        return False
 
     # --- measurements
 
@@ -249,7 +247,7 @@ class Examination:
         if word := self.expect.removesuffix("relative").removesuffix(","):
             return word, "as declared"
         signs = decoder_signs(self.called)
-        return ("causal" if signs else ""), signs
+        return "causal" * bool(signs), signs
 
     @property
     def severity(self) -> Severity:
@@ -358,11 +356,10 @@ class Examination:
 
     def where(self, calm: Callable[[], Any], moved: Callable[[], Any], *stills: Tensor) -> str:
         """Return the end of a sentence that names the first module that moves."""
-        try:
-            module = first_moved(self.called.model, calm, moved, *stills)
-        except Exception:  # a failing witness must not fail the check
-            module = ""
-        return f"; the first module that moves is {module}" if module else ""
+        with suppress(Exception):  # a failing witness must not fail the check
+            if module := first_moved(self.called.model, calm, moved, *stills):
+                return f"; the first module that moves is {module}"
+        return ""
 
     def answers(self, inputs: Mapping[str, Tensor], keep: Mapping[str, Tensor] | None = None) -> Callable[[], Tensor]:
         """Return a call for ``where``."""

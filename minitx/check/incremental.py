@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -52,13 +53,7 @@ class _Pieces:
         self.make = getattr(exam.called.model, "make_cache", None)
 
     def run(
-        self,
-        cuts: Sequence[int],
-        row: Any = None,
-        keep: Tensor | None = None,
-        cache: Any = None,
-        back: int = 0,
-        **extra: Tensor,
+        self, cuts: Sequence[int], row: Any = None, keep: Tensor | None = None, cache: Any = None, back: int = 0, **extra: Any
     ) -> Tensor:
         """Return the outputs of all pieces, joined. After the second piece, ``back`` tokens are removed and fed again."""
         called, inputs = self.called, row or self.exam.inputs
@@ -98,12 +93,10 @@ class _Pieces:
 
     def _piece(self, piece: dict[str, Tensor], masks: Sequence[Any], options: dict[str, Any]) -> Any:
         """Call the model with the first mask that it accepts."""
-        try:
-            return self.called.run(piece, masks[0], **options)
-        except (RuntimeError, ValueError):
-            if len(masks) == 1:
-                raise
-            return self.called.run(piece, masks[1], **options)
+        for mask in masks[:-1]:
+            with suppress(RuntimeError, ValueError):
+                return self.called.run(piece, mask, **options)
+        return self.called.run(piece, masks[-1], **options)
 
     def compare(self, id: str, cuts: Sequence[int], what: str = "") -> None:
         """Compare pieces with one call. Without ``cuts``, the row is long."""

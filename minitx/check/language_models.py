@@ -99,9 +99,7 @@ def check_model(
     if unknown := [name for name in chosen if name not in PROPERTIES]:
         raise ValueError(f"only={unknown[0]} must be one of {', '.join(PROPERTIES)}")
     if expect is not None and not re.fullmatch(EXPECT, expect):
-        raise ValueError(
-            f"expect={expect} must be causal, bidirectional or window:4 (any number), with relative after a comma, or relative"
-        )
+        raise ValueError(f"expect={expect} must be causal, bidirectional or window:4, with or without ,relative, or relative")
     name = type(model).__name__
     with _settled(seed):
         try:

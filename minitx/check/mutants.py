@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -308,7 +308,3 @@ def mutant(name: str) -> AttentionFunction:
         return attention_in_steps(query, key, value, mask, is_causal=is_causal, steps=steps)
 
     return attention
-
-
-STEP_NAMES = tuple(field.name for field in fields(Steps))
-"""The names of the steps, in order."""

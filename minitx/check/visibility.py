@@ -262,9 +262,8 @@ def _positions(exam: Examination, id: str) -> None:
     if "relative" in exam.expect and not gap.is_rounding:
         witness = "adding 3 to all position_ids moves the output by {gap.size:.2g} (a visible token: {exam.typical:.2g})"
         advice = "Rotate queries and keys with the same angles and pairs of features, or add a bias of the distance alone."
-        exam.judge(
-            id, gap, Finding("positions-not-relative", WRONG, "positions are not relative, as declared", advice, witness)
-        )
+        fault = "positions are not relative, as declared"
+        exam.judge(id, gap, Finding("positions-not-relative", WRONG, fault, advice, witness))
         return
     exam.describe(f"positions are {'relative' if gap.is_rounding else 'absolute'}{_count_of_padding(exam, places)}")
     exam.passed(id)
