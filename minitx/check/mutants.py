@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -187,11 +187,6 @@ class Mutant:
         """Return whether ordinary numbers do not reveal the mistake."""
         return self.severity == Severity.FRAGILE
 
-    @cached_property
-    def steps(self) -> Steps:
-        """Return the definition with the replaced steps."""
-        return replace(DEFINITION, **self.instead)
-
 
 def _fault(name: str, advice: str, severity: Severity = Severity.WRONG, **instead: Step) -> Mutant:
     return Mutant(name, advice, instead, severity)
@@ -300,7 +295,7 @@ def mutant(name: str) -> AttentionFunction:
     if name not in names:
         similar = difflib.get_close_matches(name, names, n=3, cutoff=0.3) or names[:3]
         raise ValueError(f"no mutant is named {name!r}; similar names: {', '.join(similar)}")
-    steps = MUTANTS[names.index(name)].steps
+    steps = replace(DEFINITION, **MUTANTS[names.index(name)].instead)
 
     def attention(
         query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, is_causal: bool = False

@@ -88,10 +88,8 @@ def _token_values(exam: Examination, id: str) -> None:
     changed = exam.called.others(exam.inputs, name, exam.places == j)
     at = exam.where(exam.answers(exam.inputs), exam.answers(changed), exam.places < j)
     pairs = int((future > exam.allowed).sum())
-    witness = (
-        f"changing token {j} moves the output of token {i} by {future.max():.2g} (a token that it may see: {exam.typical:.2g}); "
-        f"{pairs} such pair{'s' * (pairs > 1)}{at}"
-    )
+    usual = f"(a token that it may see: {exam.typical:.2g}); {pairs} such pair{'s' * (pairs > 1)}"
+    witness = f"changing token {j} moves the output of token {i} by {future.max():.2g} {usual}{at}"
     fault, advice = "later tokens change earlier outputs", CAUSAL_ADVICE
     if not (exam.influence.tril(-1) > exam.allowed).any() and pairs > L:
         fault = "each token sees the later tokens, but not the earlier tokens"
