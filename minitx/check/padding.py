@@ -92,6 +92,13 @@ class _Padding:
             exam.judge(id, gap, self._leak(where, keep), *calls, *stills)
             return
         exam.passed(id, gap)
+        self._rows(id, keep, expected)
+        if side != "inside":
+            exam.attempt(f"{id}/alone", partial(self._alone, side=side, keep=keep))
+
+    def _rows(self, id: str, keep: Tensor, expected: Tensor) -> None:
+        """Padding of a row changes no other row, and has the same effect in a batch of one."""
+        exam, still = self.exam, self._still(keep)
         others = torch.ones_like(still)
         others[1] = False
         between = exam.gap(expected, exam.base, others)
@@ -99,15 +106,13 @@ class _Padding:
             witness = "padding of row 1 moves the output of row {gap.place[0]} by {gap.size:.2g}"
             finding = self.finding("padding-changes-rows", WRONG, "padding of a row changes other rows", "", witness)
             exam.judge(f"{id}/other-rows", between, finding)
-        if exam.are_rows_apart:  # a padded row gives the same output in a batch and as the only row
+        if exam.are_rows_apart:
             row = {key: value[1:2] for key, value in exam.inputs.items()}
             gap = exam.gap(self._answer(keep[1:2], row), expected[1:2], still[1:2])
             fault = f"in a batch of one, {self.stream.mask} has another effect"
             advice = "Look for conditions on the batch size."
             witness = "the output of the padded row differs by {gap.size:.2g} (a visible token moves it by {exam.typical:.2g})"
             exam.judge(f"{id}/one-row", gap, self.finding("mask-in-a-batch-of-one", WRONG, fault, advice, witness))
-        if side != "inside":
-            exam.attempt(f"{id}/alone", partial(self._alone, side=side, keep=keep))
 
     def _excuse(self, keep: Tensor, side: str) -> Finding | None:
         """Return a note if the model may let hidden tokens of this kind move the output.
