@@ -177,7 +177,7 @@ class Examination:
 
     @property
     def places(self) -> Tensor:
-        """The place of each token, (B, L), in the stream to which the outputs belong."""
+        """The place of each token of the last stream, (B, L)."""
         tokens = self.inputs[self.called.stream.name]
         return torch.arange(tokens.shape[1]).expand(tokens.shape[:2])
 
