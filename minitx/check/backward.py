@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -15,7 +13,7 @@ from minitx.check.calling import fault_text
 from minitx.check.copying import copied
 from minitx.check.examination import Examination
 from minitx.check.properties import Gap, compare, rounding
-from minitx.check.results import Severity
+from minitx.check.results import FRAGILE, NOTE, WRONG, Finding
 
 Parameters = Mapping[str, Tensor]
 
@@ -35,29 +33,29 @@ def gradient(exam: Examination) -> None:
     if not parameters:
         exam.skip("gradient", "no parameter requires a gradient")
         return
-    grads = _parameter_gradients(exam, parameters)
-    if grads is None:
+    _, grads = _gradients(exam.called, exam.inputs, parameters)
+    if not grads:
         advice = "Look for no_grad, detach() or .data around the whole model."
-        exam.failed("gradient", "no-gradient", Severity.WRONG, "the output has no gradient", advice)
+        exam.failed("gradient", Finding("no-gradient", WRONG, "the output has no gradient", advice))
         return
-    if broken := [name for name, grad in grads.items() if grad is not None and not grad.isfinite().all()]:
-        fault, witness = "NaN or infinity in gradients", f"of {', '.join(broken[:3])}"
-        exam.failed("gradient", "gradient-not-finite", Severity.WRONG, fault, witness=witness)
+    if broken := [name for name, grad in grads.items() if not grad.isfinite().all()]:
+        witness = f"of {', '.join(broken[:3])}"
+        exam.failed("gradient", Finding("gradient-not-finite", WRONG, "NaN or infinity in gradients", witness=witness))
         return
-    silent = [name for name, grad in grads.items() if grad is None or not grad.any()]
+    silent = [name for name, grad in grads.items() if not grad.any()]
     tried = silent[:TRIED_ALONE]
-    moving = {name: gap for name in tried if (gap := _moved_by(exam, parameters[name])) is not None}
+    moving = {name: gap for name in tried if (gap := _moved_by(exam, name, parameters[name])) is not None}
     if moving:
         name, gap = next(iter(moving.items()))
         fault, advice = "parameters change the output and get no gradient", "Look for detach(), no_grad or .data."
-        witness = (
-            f"changing {name} moves the output by {gap.size:.2g}, but its gradient is 0; {len(moving)} of {len(tried)} tried"
-        )
-        exam.failed("gradient", "parameter-without-gradient", Severity.WRONG, fault, advice, witness, gap)
+        others = f"{len(moving)} of {len(tried)} tried"
+        witness = f"changing {name} moves the output by {gap.size:.2g}, but its gradient is 0; {others}"
+        exam.failed("gradient", Finding("parameter-without-gradient", WRONG, fault, advice, witness), gap)
         return
     if silent:
         names = ", ".join(silent[:3]) + (" ..." if len(silent) > 3 else "")
-        exam.note("unused-parameters", f"{len(silent)} of {len(parameters)} parameters change nothing here: {names}")
+        text = f"{len(silent)} of {len(parameters)} parameters change nothing here: {names}"
+        exam.note(Finding("unused-parameters", NOTE, text))
     exam.passed("gradient/all")
     exam.attempt("gradient/differences", partial(_finite_differences, exam))
 
@@ -66,44 +64,40 @@ def _trained(called: CalledModel) -> dict[str, Tensor]:
     return {name: p for name, p in called.model.named_parameters() if p.requires_grad and p.numel()}
 
 
-def _parameter_gradients(exam: Examination, parameters: Parameters) -> dict[str, Tensor | None] | None:
-    """The gradients of a random sum of the output. None: the output has no gradient."""
+def _gradients(called: CalledModel, inputs: Mapping[str, Tensor], parameters: Parameters) -> tuple[Tensor, dict[str, Tensor]]:
+    """The weights of a random sum of the output, and the gradients of the sum. No gradients: the output has none."""
     with torch.enable_grad():
-        out = exam.called.answer(exam.inputs)
+        out = called.answer(inputs)
         if not out.requires_grad:
-            return None
-        weights = torch.randn(out.shape, generator=exam.called.generator).to(out)
-        grads = torch.autograd.grad((out * weights).sum(), list(parameters.values()), allow_unused=True)
-    return dict(zip(parameters, grads, strict=True))
+            return out, {}
+        weights = torch.randn(out.shape, generator=called.generator).to(out)
+        values = list(parameters.values())
+        grads = torch.autograd.grad((out * weights).sum(), values, allow_unused=True, materialize_grads=True)
+    return weights, dict(zip(parameters, grads, strict=True))
 
 
-def _moved_by(exam: Examination, parameter: Tensor) -> Gap | None:
+def _moved_by(exam: Examination, name: str, parameter: Tensor) -> Gap | None:
     """The gap in the output if a parameter changes. None: rounding explains it."""
-    called, kept = exam.called, parameter.detach().clone()
-    size = 1e-3 * (0.1 + kept.abs().max().item())  # so small that a router chooses the same experts
+    size = 1e-3 * (0.1 + parameter.abs().max().item())  # so small that a router chooses the same experts
     gaps = []
     for _ in range(2):
-        parameter.copy_(kept + size * torch.randn(kept.shape, generator=called.generator).to(kept))
-        gaps.append(exam.gap(called.answer(exam.inputs), exam.base))
-    parameter.copy_(kept)
+        step = torch.randn(parameter.shape, generator=exam.called.generator).to(parameter)
+        gaps.append(exam.gap(_moved(exam.answers(exam.inputs), {name: parameter}, {name: step}, size), exam.base))
     return None if any(gap.is_rounding for gap in gaps) else gaps[0]
 
 
+def _moved(call: Callable[[], Tensor], parameters: Parameters, steps: Parameters, width: float) -> Tensor:
+    """The result of a call with parameters that are moved along ``steps``."""
+    kept = {name: parameters[name].detach().clone() for name in steps}
+    for name, step in steps.items():
+        parameters[name].add_(step, alpha=width)
+    result = call()
+    for name, value in kept.items():
+        parameters[name].copy_(value)
+    return result
+
+
 # --- gradients against differences
-
-
-@dataclass(frozen=True)
-class _Slope:
-    """The measured slope of the output along a random step of some parameters, and the slope from their gradients.
-
-    Attributes:
-        share: their difference, relative to ``measured`` or to larger numbers.
-    """
-
-    share: float
-    names: tuple[str, ...]
-    measured: float
-    expected: float
 
 
 def _finite_differences(exam: Examination, id: str) -> None:
@@ -112,82 +106,51 @@ def _finite_differences(exam: Examination, id: str) -> None:
     if called.floats() != torch.float32 or sum(p.numel() for p in called.model.parameters()) > LARGE:
         exam.skip(id, f"it is for float32 and at most {LARGE // 10**6} million parameters")
         return
-    with _in_float64(called):
+    with called.using(copied(called.model).to(torch.float64)):
         try:
-            inputs = {name: v.double() if v.is_floating_point() else v for name, v in exam.inputs.items()}
-            exact = called.answer(inputs)
-            gap = compare(exam.base, exact, rounding(called.answer, called.model, inputs, exact))
+            exact = called.answer(exam.inputs)
+            gap = compare(exam.base, exact, rounding(called.answer, called.model, exam.inputs, exact))
         except Exception as error:  # parts of some models compute in a fixed dtype
             exam.skip(id, f"in float64 it raises {fault_text(error)}")
             return
-        worst = max(_slope_of_groups(exam), key=lambda slope: slope.share)
+        share, of_slope = max(_slopes(exam))
     if gap.size > FAR * gap.allowed:
         fault, advice = "parts of the float32 model compute in lower precision", "Look for autocast, half() or bfloat16()."
         witness = f"the output differs from float64 by {gap.size:.2g}; rounding explains {gap.allowed:.2g}"
-        exam.failed("gradient/precision", "precision-lost", Severity.FRAGILE, fault, advice, witness, gap)
-    if worst.share <= SLOPE:
+        exam.failed("gradient/precision", Finding("precision-lost", FRAGILE, fault, advice, witness), gap)
+    if share <= SLOPE:
         exam.passed(id)
         return
     fault = "gradients differ from the slope of the output"
     advice = "Look for detach(), no_grad, .data or a custom backward. A straight-through estimator does this on purpose."
-    name = worst.names[0] if len(worst.names) == 1 else f"{worst.names[0]} ... {worst.names[-1]}"
-    witness = f"along a random step of {name}: gradient {worst.expected:.3g}, slope {worst.measured:.3g}"
-    exam.failed(id, "gradient-differs", Severity.FRAGILE, fault, advice, witness)
+    exam.failed(id, Finding("gradient-differs", FRAGILE, fault, advice, of_slope))
 
 
-@contextmanager
-def _in_float64(called: CalledModel) -> Iterator[None]:
-    model = called.model
-    try:
-        called.model = copied(model).to(torch.float64)
-        yield
-    finally:
-        called.model = model
-
-
-def _slope_of_groups(exam: Examination) -> Iterator[_Slope]:
-    """Yield the slope of each group of parameters."""
+def _slopes(exam: Examination) -> Iterator[tuple[float, str]]:
+    """Yield, for each group of parameters, the relative difference of their gradient from the measured slope, and a witness."""
     called, parameters = exam.called, _trained(exam.called)
-    inputs = {name: v[:1].double() if v.is_floating_point() else v[:1] for name, v in exam.inputs.items()}
-    with torch.enable_grad():
-        out = called.answer(inputs)
-        weights = torch.randn(out.shape, generator=called.generator).to(out)
-        loss = (out * weights).sum()
-        grads = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, materialize_grads=True)
-    gradients = dict(zip(parameters, grads, strict=True))
-    for names in _groups(list(parameters)):
-        steps = {name: _random_step(parameters[name], called.generator) for name in names}
+    inputs = {name: value[:1] for name, value in exam.inputs.items()}
+    weights, gradients = _gradients(called, inputs, parameters)
+
+    def total() -> Tensor:
+        return (called.answer(inputs) * weights).sum()
+
+    def slope(steps: Parameters, width: float) -> float:
+        ends = [_moved(total, parameters, steps, length).item() for length in (width, -width)]
+        return (ends[0] - ends[1]) / (2 * width)
+
+    least, count = max(1e-4 * abs(total().item()), 1e-9), -(-len(parameters) // GROUPS)
+    for start in range(0, len(parameters), count):
+        names, steps = list(parameters)[start : start + count], dict[str, Tensor]()
+        for name in names:
+            size = max(parameters[name].detach().abs().mean().item(), 1e-2)
+            steps[name] = size * torch.randn(parameters[name].shape, generator=called.generator).to(parameters[name])
         parts = [gradients[name] * step for name, step in steps.items()]
         expected = sum(part.sum().item() for part in parts)
-        slope = partial(_slope, lambda: (called.answer(inputs) * weights).sum().item(), parameters, steps)
-        measured = slope(WIDTH)
-        size = max(
-            sum(part.norm().item() ** 2 for part in parts) ** 0.5, abs(measured), abs(expected), 1e-4 * abs(loss.item()), 1e-9
-        )
+        measured = slope(steps, WIDTH)
+        size = max(sum(part.norm().item() ** 2 for part in parts) ** 0.5, abs(measured), abs(expected), least)
         difference = abs(measured - expected)
         if difference > SLOPE * size:  # a wider step estimates the error of the finite difference
-            difference = max(0.0, difference - 4 * abs(measured - slope(8 * WIDTH)))
-        yield _Slope(difference / size, tuple(names), measured, expected)
-
-
-def _random_step(parameter: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randn(parameter.shape, generator=generator).to(parameter) * max(parameter.detach().abs().mean().item(), 1e-2)
-
-
-def _groups(names: list[str]) -> list[list[str]]:
-    """The names, one by one or in at most ``GROUPS`` groups."""
-    size = -(-len(names) // GROUPS)
-    return [names[start : start + size] for start in range(0, len(names), size)]
-
-
-def _slope(call: Callable[[], float], parameters: Parameters, steps: Parameters, width: float) -> float:
-    """The slope of a number along a step, from a central difference."""
-    kept = {name: parameters[name].detach().clone() for name in steps}
-    ends = []
-    for length in (width, -2 * width):
-        for name, step in steps.items():
-            parameters[name].add_(step, alpha=length)
-        ends.append(call())
-    for name, value in kept.items():
-        parameters[name].copy_(value)
-    return (ends[0] - ends[1]) / (2 * width)
+            difference = max(0.0, difference - 4 * abs(measured - slope(steps, 8 * WIDTH)))
+        group = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
+        yield difference / size, f"along a random step of {group}: gradient {expected:.3g}, slope {measured:.3g}"

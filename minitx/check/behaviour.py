@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import torch
-from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
 
-from minitx.check.called_model import limit_of
-from minitx.check.calling import fault_text, is_refusal
+from minitx.check.called_model import WithoutDropout, keep_mask, limit_of
+from minitx.check.calling import fault_text, is_refusal, parts_of
 from minitx.check.copying import copied
 from minitx.check.examination import Examination
 from minitx.check.properties import compare, rounding
-from minitx.check.results import Severity
+from minitx.check.results import FRAGILE, NOTE, WRONG, Finding
 
 LONG = 320
 """The number of tokens for half precision: bfloat16 has no odd numbers above 256."""
@@ -36,40 +33,29 @@ def determinism(exam: Examination) -> None:
 def weights(exam: Examination) -> None:
     """Modules in plain lists have no other parameters, and tied weights are one tensor."""
     model = exam.called.model
-    hidden = [
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if not name.startswith("_")
-        and any(isinstance(part, nn.Module) and _is_unregistered(part, model) for part in _items(value))
-    ]
-    if hidden:
-        fault = f"modules in the plain list or dict {hidden[0]} are not part of the model: they are not trained, saved or moved"
-        exam.failed("weights/registered", "unregistered-modules", Severity.WRONG, fault, "Use nn.ModuleList or nn.ModuleDict.")
-    else:
-        exam.passed("weights/registered")
-    try:
+    registered = {id(parameter) for parameter in model.parameters()}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            inner = [part for part in parts_of(value) if isinstance(part, nn.Module) and not name.startswith("_")]
+            if any(id(parameter) not in registered for part in inner for parameter in part.parameters()):
+                place = f"{path}.{name}".lstrip(".")
+                fault = f"modules in the plain list or dict {place} are not part of the model: not trained, saved or moved"
+                finding = Finding("unregistered-modules", WRONG, fault, "Use nn.ModuleList or nn.ModuleDict.")
+                exam.failed("weights/registered", finding)
+                return
+    exam.passed("weights/registered")
+    head = table = None
+    with suppress(AttributeError, NotImplementedError):
         head, table = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
-    except (AttributeError, NotImplementedError):
-        head = table = None
     is_tied = getattr(exam.called.config, "tie_word_embeddings", None)
     if head is None or table is None or not isinstance(is_tied, bool) or not hasattr(head, "weight"):
         return
     if (head.weight is table.weight) != is_tied:
         actual = "share one weight" if head.weight is table.weight else "have separate weights"
         fault = f"config.tie_word_embeddings={is_tied}, but head and table {actual}"
-        exam.failed("weights/tied", "tied-otherwise", Severity.FRAGILE, fault, "Call tie_weights().")
+        exam.failed("weights/tied", Finding("tied-otherwise", FRAGILE, fault, "Call tie_weights()."))
     else:
         exam.passed("weights/tied")
-
-
-def _items(value: Any) -> Sequence[Any]:
-    return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-
-
-def _is_unregistered(part: nn.Module, model: nn.Module) -> bool:
-    registered = {id(p) for p in model.parameters()}
-    return any(id(p) not in registered for p in part.parameters())
 
 
 # --- sizes
@@ -102,13 +88,13 @@ def _length(exam: Examination, id: str, name: str, length: int) -> None:
             exam.skip(f"sizes/length-{length}", f"it raises {fault_text(error)}")
         else:
             fault = f"{length} token{'s' * (length > 1)} crash"
-            exam.failed(id, "crashes-at-a-length", Severity.FRAGILE, fault, witness=fault_text(error))
+            exam.failed(id, Finding("crashes-at-a-length", FRAGILE, fault, witness=fault_text(error)))
         return
     if not output.isfinite().all():
-        exam.failed(id, "nan-at-a-length", Severity.WRONG, f"NaN for {length} tokens")
+        exam.failed(id, Finding("nan-at-a-length", WRONG, f"NaN for {length} tokens"))
     elif called.has_positions and output.shape[:2] != (2, length):
         fault = f"{length} tokens give an output of shape {tuple(output.shape)}"
-        exam.failed(id, "loses-axis", Severity.FRAGILE, fault, "squeeze() needs its axis.")
+        exam.failed(id, Finding("loses-axis", FRAGILE, fault, "squeeze() needs its axis."))
     elif not any(check.id == id for check in exam.checks):
         exam.passed(id)
 
@@ -119,17 +105,16 @@ def _limit(exam: Examination, id: str, name: str, limit: int) -> None:
         try:
             output = called.answer(called.draw(1, {name: length}))
         except Exception as error:
-            if length == limit:
-                exam.failed(
-                    id, "crashes-at-its-limit", Severity.FRAGILE, f"{limit} tokens, its limit, crash", witness=fault_text(error)
-                )
-                return
-            exam.passed(id)
+            if length > limit:
+                exam.passed(id)
+            else:
+                fault = f"{limit} tokens, its limit, crash"
+                exam.failed(id, Finding("crashes-at-its-limit", FRAGILE, fault, witness=fault_text(error)))
             return
         if not output.isfinite().all():
-            exam.failed(id, "nan-at-its-limit", Severity.WRONG, f"NaN for {length} tokens; its limit is {limit}")
+            exam.failed(id, Finding("nan-at-its-limit", WRONG, f"NaN for {length} tokens; its limit is {limit}"))
             return
-    exam.note("beyond-its-limit", f"{limit + 1} tokens, one more than its limit, raise no error")
+    exam.note(Finding("beyond-its-limit", NOTE, f"{limit + 1} tokens, one more than its limit, raise no error"))
     exam.passed(id)
 
 
@@ -143,11 +128,12 @@ def _ids(exam: Examination, id: str, name: str) -> None:
         except Exception as error:
             if token == called.vocabulary - 1:
                 fault = f"the last id, {token} of {called.vocabulary}, crashes"
-                exam.failed(id, "last-id-crashes", Severity.FRAGILE, fault, witness=fault_text(error))
+                exam.failed(id, Finding("last-id-crashes", FRAGILE, fault, witness=fault_text(error)))
                 return
             continue
-        if token in (called.vocabulary, -1):
-            exam.note("ids-outside", f"id {token} is outside of the table of {called.vocabulary} ids, but raises no error")
+        if token != called.vocabulary - 1:
+            text = f"id {token} is outside of the table of {called.vocabulary} ids, but raises no error"
+            exam.note(Finding("ids-outside", NOTE, text))
     exam.passed(id)
 
 
@@ -156,7 +142,7 @@ def _ids(exam: Examination, id: str, name: str) -> None:
 
 def train_mode(exam: Examination) -> None:
     """In train mode only randomness changes the output, and a causal model remains causal."""
-    with _training(exam.called.model):
+    with exam.called.using(copied(exam.called.model).train()):
         exam.attempt("train-mode/causality", partial(_causal_in_training, exam))
         if any(isinstance(m, BATCH_NORMS) for m in exam.called.model.modules()):
             exam.skip("train-mode", "batch norm uses the batch in train mode")
@@ -164,60 +150,25 @@ def train_mode(exam: Examination) -> None:
             exam.attempt("train-mode", partial(_as_in_evaluation, exam))
 
 
-@contextmanager
-def _training(model: nn.Module) -> Iterator[None]:
-    """Train mode. Buffers get their values back."""
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    model.train()
-    try:
-        yield
-    finally:
-        model.eval()
-        for name, buffer in model.named_buffers():
-            if name in buffers:
-                buffer.copy_(buffers[name])
-
-
-class _WithoutDropout(TorchFunctionMode):
-    """Functions of dropout return their input."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if "dropout" in getattr(func, "__name__", ""):
-            return kwargs["input"] if "input" in kwargs else args[0]
-        if "dropout_p" in kwargs:
-            kwargs = {**kwargs, "dropout_p": 0.0}
-        return func(*args, **kwargs)
-
-
 def _causal_in_training(exam: Examination, id: str) -> None:
     called = exam.called
-    if not called.streams or not called.has_positions or not exam.is_causal:
-        exam.skip(
-            id, "the model is bidirectional" if called.streams and called.has_positions else "the output has no positions"
-        )
+    if called.why_without_positions or not exam.is_causal:
+        exam.skip(id, called.why_without_positions or "the model is bidirectional")
         return
-    name = called.stream.name
-    last = torch.zeros(exam.inputs[name].shape[:2], dtype=torch.bool)
-    last[:, -1] = True
+    last = exam.places == called.stream.length - 1
     outputs = []
-    with _WithoutDropout():
-        for inputs in (exam.inputs, exam.inputs, called.others(exam.inputs, name, last)):
+    with WithoutDropout():
+        for inputs in (exam.inputs, exam.inputs, called.others(exam.inputs, called.stream.name, last)):
             torch.manual_seed(exam.seed)
             outputs.append(called.answer(inputs))
     if outputs[0].shape != exam.base.shape or not exam.gap(outputs[1], outputs[0]).is_rounding:
         exam.skip(id, "without dropout, two calls in train mode differ")
         return
-    gap = exam.gap(outputs[2], outputs[0], ~last)
-    if gap.is_rounding:
-        exam.passed(id, gap)
-    elif (exam.influence.triu(1) > exam.allowed).any():
-        exam.explained(id, "causality", gap)
-    else:
-        fault = "in train mode, later tokens change earlier outputs"
-        witness = f"changing the last token moves the output of row {gap.place[0]}, token {gap.place[1]}, by {gap.size:.2g}"
-        advice = "Batch norm takes its mean over all positions: use LayerNorm or RMSNorm."
-        exam.failed(id, "not-causal-in-training", exam.severity, fault, advice, witness, gap)
+    fault = "in train mode, later tokens change earlier outputs"
+    witness = "changing the last token moves the output of row {gap.place[0]}, token {gap.place[1]}, by {gap.size:.2g}"
+    advice = "Batch norm takes its mean over all positions: use LayerNorm or RMSNorm."
+    finding = Finding("not-causal-in-training", exam.severity, fault, advice, witness)
+    exam.judge(id, exam.gap(outputs[2], outputs[0], ~last), finding, explained_by="causality" * exam.sees_later)
 
 
 def _as_in_evaluation(exam: Examination, id: str) -> None:
@@ -231,11 +182,11 @@ def _as_in_evaluation(exam: Examination, id: str) -> None:
     first = exam.gap(outputs[0], exam.base)
     is_random = not exam.gap(outputs[0], outputs[1]).is_rounding
     if not is_random and not first.is_rounding:
-        fault, witness = "train mode differs from evaluation without randomness", f"the output differs by {first.size:.2g}"
-        exam.failed(id, "train-mode-differs", Severity.FRAGILE, fault, "Look for self.training.", witness, first)
+        fault, witness = "train mode differs from evaluation without randomness", "the output differs by {gap.size:.2g}"
+        exam.judge(id, first, Finding("train-mode-differs", FRAGILE, fault, "Look for self.training.", witness))
         return
     if is_random and not sum(m.p for m in exam.called.model.modules() if isinstance(m, DROPOUTS)):
-        exam.note("random-training", "it is random in train mode, though no nn.Dropout has p > 0")
+        exam.note(Finding("random-training", NOTE, "it is random in train mode, though no nn.Dropout has p > 0"))
     exam.passed(id)
 
 
@@ -256,31 +207,23 @@ def switches(exam: Examination) -> None:
 
 
 def _switch(exam: Examination, id: str, name: str) -> None:
-    keep = None
-    if exam.called.streams and exam.called.stream.form is not None:
-        tokens = exam.inputs[exam.called.stream.name]
-        keep = {exam.called.stream.name: torch.ones(tokens.shape[:2], dtype=torch.bool)}
-        keep[exam.called.stream.name][1, -2:] = False
-    expected = exam.called.answer(exam.inputs, keep)
+    called, keep = exam.called, dict[str, Tensor]()
+    if called.streams and called.stream.form is not None:
+        keep = {called.stream.name: keep_mask(exam.inputs[called.stream.name], slice(-2, None))}
+    expected = called.answer(exam.inputs, keep)
     try:
-        output = exam.called.answer(exam.inputs, keep, **{name: True})
+        output = called.answer(exam.inputs, keep, **{name: True})
     except Exception as error:
         exam.skip(f"{id}/{name}", f"it raises {fault_text(error)}")
         return
     if output.shape != expected.shape:
         exam.skip(f"{id}/{name}", "the first result has another shape")
         return
-    where = None if keep is None or not exam.called.has_positions else keep[exam.called.stream.name]
-    gap = exam.gap(output, expected, where)
-    if gap.is_rounding:
-        exam.passed(f"{id}/{name}", gap)
-        return
-    witness = f"the output of row {gap.place[0]} differs by {gap.size:.2g} (a visible token moves it by {exam.typical:.2g})"
-    fault, advice = (
-        f"{name}=True changes the output",
-        "Look for a second path of the attention: it needs the same mask and scale.",
-    )
-    exam.failed(f"{id}/{name}", f"changes-with-{name.replace('_', '-')}", Severity.WRONG, fault, advice, witness, gap)
+    where = keep[called.stream.name] if keep and called.has_positions else None
+    witness = "the output of row {gap.place[0]} differs by {gap.size:.2g} (a visible token moves it by {exam.typical:.2g})"
+    advice = "Look for a second path of the attention: it needs the same mask and scale."
+    finding = Finding(f"changes-with-{name.replace('_', '-')}", WRONG, f"{name}=True changes the output", advice, witness)
+    exam.judge(f"{id}/{name}", exam.gap(output, expected, where), finding)
 
 
 def bfloat16(exam: Examination) -> None:
@@ -289,27 +232,21 @@ def bfloat16(exam: Examination) -> None:
     if called.floats() != torch.float32:
         exam.skip("bfloat16", f"the model is in {str(called.floats()).removeprefix('torch.')}")
         return
-    limit = limit_of(called.model)
     lengths = {}
-    if called.streams and called.has_positions and len(called.streams) == 1:
-        lengths = {called.stream.name: LONG if limit is None else min(limit, LONG)}
+    if called.has_positions and len(called.streams) == 1:
+        lengths = {called.stream.name: min(limit_of(called.model) or LONG, LONG)}
     inputs = called.draw(1, lengths)
     try:
         expected = called.answer(inputs)
     except Exception:  # the limit is smaller than in the config
         inputs = called.draw(1)
         expected = called.answer(inputs)
-    model = called.model
-    try:
-        low = copied(model).to(torch.bfloat16)
-        called.model = low
-        rounded = {name: v.to(torch.bfloat16) if v.is_floating_point() else v for name, v in inputs.items()}
-        output = called.answer(rounded)
-        noise = max(rounding(called.answer, low, rounded, output, seed=seed) for seed in range(2))
-    finally:
-        called.model = model
+    low = copied(called.model).to(torch.bfloat16)
+    with called.using(low):
+        output = called.answer(inputs)
+        noise = max(rounding(called.answer, low, inputs, output, seed=seed) for seed in range(2))
     if not output.isfinite().all():
-        exam.failed("bfloat16", "bfloat16-not-finite", Severity.WRONG, "NaN or infinity in bfloat16")
+        exam.failed("bfloat16", Finding("bfloat16-not-finite", WRONG, "NaN or infinity in bfloat16"))
         return
     gap = compare(output, expected, noise)
     if gap.is_rounding:
@@ -319,34 +256,22 @@ def bfloat16(exam: Examination) -> None:
     witness = f"the output differs by {gap.size:.2g}, {share:.0%} of the largest output; rounding explains {gap.allowed:.2g}"
     fault = "bfloat16 differs from float32 by more than rounding"
     advice = "Keep positions, angles, norms and the softmax in float32."
-    exam.failed("bfloat16", "bfloat16-differs", Severity.FRAGILE, fault, advice, witness, gap)
+    exam.failed("bfloat16", Finding("bfloat16-differs", FRAGILE, fault, advice, witness), gap)
 
 
 def compiled(exam: Examination) -> None:
     """``torch.compile`` changes nothing."""
-    called, model = exam.called, exam.called.model
     logger = logging.getLogger("torch._dynamo")
     level = logger.level
     logger.setLevel(logging.ERROR)  # a graph break is no fault
     try:
-        called.model = torch.compile(model, backend="aot_eager", dynamic=False)  # type: ignore[assignment]
-        output = called.answer(exam.inputs)
+        with exam.called.using(torch.compile(exam.called.model, backend="aot_eager", dynamic=False)):  # type: ignore[arg-type]
+            output = exam.called.answer(exam.inputs)
     except Exception as error:
-        exam.failed("compile", "compile-raises", Severity.FRAGILE, "torch.compile raises", witness=fault_text(error))
+        exam.failed("compile", Finding("compile-raises", FRAGILE, "torch.compile raises", witness=fault_text(error)))
         return
     finally:
-        called.model = model
         torch.compiler.reset()
         logger.setLevel(level)
-    gap = exam.gap(output, exam.base)
-    if gap.is_rounding:
-        exam.passed("compile", gap)
-    else:
-        exam.failed(
-            "compile",
-            "compile-differs",
-            Severity.WRONG,
-            "the compiled model differs",
-            witness=f"the output differs by {gap.size:.2g}",
-            gap=gap,
-        )
+    finding = Finding("compile-differs", WRONG, "the compiled model differs", "", "the output differs by {gap.size:.2g}")
+    exam.judge("compile", exam.gap(output, exam.base), finding)

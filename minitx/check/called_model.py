@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice, product
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from minitx.check.calling import Arguments, MaskForm, ReturnError, choices, first_that_works, invoke, read_arguments
+from minitx.check.calling import Arguments, MaskForm, ReturnError, choices, first_that_works, invoke, parts_of, read_arguments
 from minitx.check.copying import copied
 
 NUM_ROWS = 3
@@ -113,6 +114,11 @@ class CalledModel:
         """Return the dtype of the parameters."""
         return next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
 
+    @property
+    def why_without_positions(self) -> str:
+        """Return the reason why no output belongs to one token, or an empty string."""
+        return "it reads no tokens" if not self.streams else "" if self.has_positions else "the output has no positions"
+
     # --- inputs
 
     def draw(self, rows: int = NUM_ROWS, lengths: Mapping[str, int] | None = None) -> dict[str, Tensor]:
@@ -141,11 +147,26 @@ class CalledModel:
         others = self.usable[(places + steps) % len(self.usable)].to(self.device)
         return {**inputs, name: torch.where(at, others, tokens)}
 
+    def counted(self, keep: Tensor) -> dict[str, Any]:
+        """Return ``position_ids`` that count the real tokens of ``keep`` (B, L), or nothing for a model that does not take them."""
+        positions = (keep.long().cumsum(-1) - 1).clamp(min=0).to(self.device)
+        return {"position_ids": positions} if "position_ids" in self.names else {}
+
     # --- calls
+
+    @contextmanager
+    def using(self, model: nn.Module) -> Iterator[None]:
+        """Call another model in place of this one. Vectors are converted to its dtype."""
+        usual, self.model = self.model, model
+        try:
+            yield
+        finally:
+            self.model = usual
 
     def run(self, inputs: Mapping[str, Tensor], keep: Mapping[str, Tensor] | None = None, **options: Any) -> Any:
         """Call the model and return its raw result. ``keep`` has a bool mask (B, L) for each stream, True = a real token."""
         arguments: dict[str, Any] = {**dict.fromkeys(self.empty), **inputs}
+        arguments |= {name: x.to(self.floats()) for name, x in inputs.items() if x.is_floating_point()}
         for stream in self.streams:
             if keep is not None and stream.name in keep:
                 assert stream.form is not None and stream.mask is not None
@@ -186,17 +207,16 @@ class CalledModel:
         if self.picture is not None:
             pixels, channels, side = self.picture
             return f"{name}({pixels}): {pixels} (B, {channels}, {side}, {side})"
-        arguments, forms, axes = list[str](), list[str](), "L, B" if self.is_length_first else "B, L"
+        forms, axes = dict[str, str](), "L, B" if self.is_length_first else "B, L"
         for stream in self.streams:
-            arguments.append(stream.name)
-            forms.append(f"{stream.name} ({axes}{'' if stream.width is None else f', {stream.width}'})")
+            forms[stream.name] = f"({axes}{'' if stream.width is None else f', {stream.width}'})"
             if stream.mask is not None and stream.form is not None:
-                arguments.append(stream.mask)
-                forms.append(f"{stream.mask} {str(stream.form).replace('S', 'L')}")
+                forms[stream.mask] = str(stream.form).replace("S", "L")
+        listed = ", ".join([*forms, *self.same])
+        forms |= {same: f"= {self.stream.name}" for same in self.same if same != "targets"}
         length = f"{self.prepended} + L" if self.prepended else "L"
-        forms += [f"{same} = {self.stream.name}" for same in self.same if same != "targets"]
-        out = f"({axes.replace('L', length)}, ·)" if self.has_positions else "(B, ·)"
-        return f"{name}({', '.join([*arguments, *self.same])}): {'; '.join(forms)}; output {out}"
+        forms["output"] = f"({axes.replace('L', length)}, ·)" if self.has_positions else "(B, ·)"
+        return f"{name}({listed}): {'; '.join(' '.join(form) for form in forms.items())}"
 
 
 def make_called(
@@ -208,8 +228,7 @@ def make_called(
         CannotBeCalledError: no way was found.
     """
     generator = torch.Generator().manual_seed(seed)
-    model = copied(model)
-    model = model.to(device).eval() if dtype is None else model.to(device, dtype).eval()
+    model = copied(model).to(device, dtype).eval()
     fill_zeros(model, generator)
     if call is not None and len(given := read_arguments(call).names) not in (2, 3):
         raise CannotBeCalledError(f"it must take (model, input_ids, keep), or no mask, got ({', '.join(given)})")
@@ -250,10 +269,9 @@ def _check_output(called: CalledModel) -> None:
 
 def _lengths(called: CalledModel) -> tuple[int, ...]:
     """The axes of the output after the rows if the tokens are one fewer, or () if the model reads whole blocks."""
-    try:
+    with suppress(Exception):
         return called.answer(called.draw(NUM_ROWS, {called.stream.name: called.stream.length - 1})).shape[1:]
-    except Exception:
-        return ()
+    return ()
 
 
 def _materials(model: nn.Module) -> list[tuple[int | None, int]]:
@@ -290,20 +308,25 @@ def _ways(called: CalledModel, arguments: Arguments) -> Iterator[CalledModel]:
     rest = [name for name in arguments.required if name not in (ids, target, mask, target_mask)]
     for chosen in choices({"": _materials(model), **dict.fromkeys(rest, (False, True))}):
         width, length = chosen.pop("")
-        source = Stream(
-            "inputs_embeds" if width is not None and "inputs_embeds" in names else ids, length, mask, width, None, refused
-        )
+        name = "inputs_embeds" if width is not None and "inputs_embeds" in names else ids
+        source = Stream(name, length, mask, width, None, refused)
         streams = (source,) if target is None else (source, Stream(target, max(2, length - 3), target_mask, width))
         same = tuple(name for name, is_same in chosen.items() if is_same)
         known = {*same, *(stream.name for stream in streams)}
         yield replace(called, streams=streams, same=same, empty=tuple(name for name in arguments.required if name not in known))
 
 
+def keep_mask(tokens: Tensor, hidden: slice = slice(0)) -> Tensor:
+    """Return a mask (B, L), True = a real token. The tokens ``hidden`` of row 1 are hidden."""
+    keep = torch.ones(tokens.shape[:2], dtype=torch.bool)
+    keep[1, hidden] = False
+    return keep
+
+
 def find_forms(called: CalledModel, inputs: Mapping[str, Tensor]) -> None:
     """Find the form of each stream's mask by trying."""
     for stream in called.streams:
-        keep, faults = torch.ones(inputs[stream.name].shape[:2], dtype=torch.bool), dict[str, None]()
-        keep[1, : stream.length // 3] = False
+        keep, faults = keep_mask(inputs[stream.name], slice(stream.length // 3)), dict[str, None]()
         forms = [MaskForm(dtype, "pad" in (stream.mask or ""), axes) for dtype, axes in MASKS]
         forms = [MaskForm(axes="B--S")] if called.call else forms if stream.mask else []
         tried = (with_form(called, stream, form) for form in forms if stream.mask)
@@ -319,10 +342,8 @@ def with_form(called: CalledModel, stream: Stream, form: MaskForm) -> CalledMode
 
 def limit_of(model: nn.Module) -> int | None:
     """Return the largest number of tokens that the config states, or None."""
-    config = getattr(model, "config", None)
-    of_config = [n for n in (_stated(config, name) for name in LIMITS) if isinstance(n, int) and 0 < n < 2**20]
-    of_model = [n for n in (getattr(model, name, None) for name in LIMITS) if isinstance(n, int) and n > 0]
-    return next(iter(of_config + of_model), None)
+    stated = [_stated(place, name) for place in (getattr(model, "config", None), model) for name in LIMITS]
+    return next((number for number in stated if isinstance(number, int) and 0 < number < 2**20), None)
 
 
 def fill_zeros(model: nn.Module, generator: torch.Generator) -> None:
@@ -346,10 +367,9 @@ def _tables(model: nn.Module) -> list[nn.Embedding]:
 def _vocabulary(model: nn.Module) -> tuple[int, Tensor]:
     """The number of ids, and the ids without special tokens."""
     config, tables = getattr(model, "config", None), _tables(model)
-    try:
-        table: Any = model.get_input_embeddings()  # type: ignore[operator]
-    except (NotImplementedError, AttributeError):
-        table = None
+    table: Any = None
+    with suppress(NotImplementedError, AttributeError):
+        table = model.get_input_embeddings()  # type: ignore[operator]
     stated = [getattr(table, "num_embeddings", None), _stated(config, "vocab_size"), *(t.num_embeddings for t in tables), 50]
     size = next(number for number in stated if isinstance(number, int))
     values = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
@@ -364,17 +384,15 @@ def _floats(result: Any) -> Tensor | None:
     """The first floating-point tensor with at least one axis. Logits come first."""
     if isinstance(result, Tensor):
         return result if result.is_floating_point() and result.dim() else None
-    for name in OUTPUT_NAMES:
-        output = result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
-        if isinstance(output, Tensor):
-            return output
-    parts: Any = result.values() if isinstance(result, Mapping) else result if isinstance(result, list | tuple) else ()
-    return next((output for part in parts if (output := _floats(part)) is not None), None)
+    named = [output for name in OUTPUT_NAMES if isinstance(output := _stated(result, name), Tensor)]
+    if named:
+        return named[0]
+    return next((output for part in parts_of(result) if (output := _floats(part)) is not None), None)
 
 
-def decoder_signs(model: nn.Module) -> str:
+def decoder_signs(called: CalledModel) -> str:
     """Return the reason to expect that the model is causal, or an empty string."""
-    name, config = type(model).__name__, getattr(model, "config", None)
+    name, config, model = type(called.model).__name__, called.config, called.model
     if re.search(r"CausalLM|GPT|DecoderLM", name) and not (_stated(config, "is_decoder") is False and "GPT" not in name):
         return f"its class is {name}"
     marks = [getattr(model, "causal", False), *(_stated(config, key) for key in ("is_decoder", "is_encoder_decoder"))]
@@ -385,46 +403,47 @@ def decoder_signs(model: nn.Module) -> str:
             square = buffer.flatten(0, -3)[0] if buffer.dim() > 2 else buffer
             if any(torch.equal(marks, torch.ones_like(marks).tril()) for marks in (square == 1, square == 0)):
                 return f"the buffer {path} is a causal mask"
-    return ""
+    return "it returns a cache of its tokens" if _returns_cache(called) else ""
 
 
-class _Dropouts(TorchFunctionMode):
-    """Count the calls of dropout that is switched on."""
+class WithoutDropout(TorchFunctionMode):
+    """Functions of dropout return their input. ``count``: the number of calls of dropout that is switched on."""
 
     count = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        is_on = "dropout" in getattr(func, "__name__", "") and (kwargs.get("training") or args[2:3] == (True,))
+        is_dropout = "dropout" in getattr(func, "__name__", "")
+        is_on = is_dropout and (kwargs.get("training") or args[2:3] == (True,))
         self.count += bool(is_on or kwargs.get("dropout_p"))
-        return func(*args, **kwargs)
+        if is_dropout:
+            return kwargs["input"] if "input" in kwargs else args[0]
+        return func(*args, **(kwargs | {"dropout_p": 0.0} if "dropout_p" in kwargs else kwargs))
 
 
 def draws_by_itself(call: Callable[[], Any]) -> bool:
     """Return whether a call draws random numbers, and none of them for dropout."""
-    with torch.random.fork_rng(), _Dropouts() as dropouts:
+    with torch.random.fork_rng(), WithoutDropout() as dropout:
         before = torch.get_rng_state()
         call()
-        return not dropouts.count and not torch.equal(torch.get_rng_state(), before)
+        return not dropout.count and not torch.equal(torch.get_rng_state(), before)
 
 
 def returned_cache(result: Any, name: str) -> Any:
     """Return the cache in the result of a call whose argument for it is ``name``, or None."""
-    get = result.get if isinstance(result, Mapping) else partial(getattr, result)
     for key in (name, "past_key_values", "cache_params", "state"):
-        if (cache := get(key, None)) is not None:
+        if (cache := _stated(result, key)) is not None:
             return cache
     parts = result[1:] if isinstance(result, tuple) else ()
     rest = [part for part in parts if part is not None and not (isinstance(part, Tensor) and part.dim() == 0)]
     return rest[-1] if rest else None
 
 
-def returns_cache(called: CalledModel) -> bool:
+def _returns_cache(called: CalledModel) -> bool:
     """Return whether the model gives back a cache of its tokens. A recurrent state is none: a bidirectional model has one, too."""
     if called.cache in (None, "state", "hidden") or hasattr(called.model, "make_cache"):
         return called.cache not in (None, "state", "hidden")
-    try:
+    with suppress(Exception):
         options: dict[str, Any] = {"use_cache": True} if "use_cache" in called.names else {}
         return returned_cache(called.run(called.draw(), **options), str(called.cache)) is not None
-    except Exception:
-        return False
+    return False

@@ -139,6 +139,11 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
+def parts_of(value: Any) -> Sequence[Any]:
+    """Return the values of a mapping, a list or a tuple, and nothing of any other object."""
+    return list(value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ())
+
+
 class ReturnError(ValueError):
     """The result of a call has another type or another shape than the output."""
 

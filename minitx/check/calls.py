@@ -23,7 +23,7 @@ from minitx.check import strict as strict_cases
 from minitx.check.cases import BLIND, BLIND_MOVED, CASES, DRAWS, HALF, SIMPLE, Case, Outcome, by_definition
 from minitx.check.mutants import MUTANTS, Mutant
 from minitx.check.reference import dtype_name
-from minitx.check.results import Check, Finding, Report, Severity, Status
+from minitx.check.results import FAILED, FRAGILE, NOT_TRIED, NOTE, PASSED, WRONG, Check, Finding, Report
 from minitx.check.search import Expected, Judge, Mistakes, Trial, are_close, dependences, is_moved, passes
 from minitx.check.subjects import AdaptedFunction, AttentionLayer, DoesNotApplyError, Subject, Way, instance_of, make_subject
 
@@ -31,9 +31,6 @@ EXERCISE_STAGES = (1, 2, 3, 4, 5)
 """The stages of a graded exercise: plain; masks; queries without a visible key; wide values and causal; half precision and large scores."""
 
 BLIND_GRADIENT = "gradients-where-a-query-sees-nothing"
-
-PASSED, FAILED, NOT_TRIED = Status
-WRONG, FRAGILE, NOTE = Severity
 
 Placed = tuple[Finding, set[str]]
 """A finding, and the ids of the checks that show it."""
@@ -168,8 +165,7 @@ def _graded(stage: int, trial: Trial, checks: list[Check], findings: list[Placed
         fault = f"{check.id} could not be tried: {check.reason}"
         findings.append((Finding(f"untried-{check.id}", WRONG, fault, f"Stage {stage} needs it."), {check.id}))
     findings = [(finding, places) for finding, places in findings if not places or places & ids]
-    severe = [WRONG if places and finding.severity != NOTE else finding.severity for finding, places in findings]
-    return checks, [(replace(f, severity=s), places) for (f, places), s in zip(findings, severe, strict=True)]
+    return checks, [(replace(f, severity=WRONG) if places and f.severity != NOTE else f, places) for f, places in findings]
 
 
 class _Verdicts:

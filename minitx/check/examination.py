@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -16,13 +17,13 @@ from minitx.check.called_model import (
     decoder_signs,
     draws_by_itself,
     find_forms,
+    keep_mask,
     limit_of,
-    returns_cache,
     with_form,
 )
 from minitx.check.calling import fault_text, is_refusal
 from minitx.check.properties import FACTOR, Gap, compare, rounding, unit
-from minitx.check.results import Check, Finding, Severity, Status
+from minitx.check.results import FAILED, FRAGILE, NOT_TRIED, NOTE, PASSED, WRONG, Check, Finding, Severity, Status
 from minitx.check.witness import first_moved
 
 SHARE = 0.1
@@ -60,7 +61,7 @@ class Examination:
         self.inputs: dict[str, Tensor] = {}
         self.base = torch.empty(0)
         self.noise = 0.0
-        self.are_rows_apart = True
+        self.is_measured, self.are_rows_apart = False, True
         self.turned: list[str] = []
 
     def begin(self) -> None:
@@ -73,13 +74,14 @@ class Examination:
         self.inputs = called.draw()
         self.base = called.answer(self.inputs)
         if not self.base.isfinite().all():
-            self.failed("call/finite", "not-finite", Severity.WRONG, "the output contains NaN or infinity for ordinary tokens")
+            fault = "the output contains NaN or infinity for ordinary tokens"
+            self.failed("call/finite", Finding("not-finite", WRONG, fault))
             raise StopError("the output is not finite")
         self.passed("call/finite")
         find_forms(called, self.inputs)
         if called.changed:
             fault = f"the call changes its argument {min(called.changed)} in place"
-            self.failed("call/inputs", "changes-inputs", Severity.WRONG, fault, "Copy the tensor before you change it.")
+            self.failed("call/inputs", Finding("changes-inputs", WRONG, fault, "Copy the tensor before you change it."))
 
     def measure(self) -> None:
         """Measure the noise, and find the meaning of the masks.
@@ -90,33 +92,28 @@ class Examination:
         called = self.called
         again = compare(called.answer(self.inputs), self.base, 0.0)
         if not again.is_rounding:
-            call = self.answers(self.inputs)
+            call, witness = self.answers(self.inputs), "the output differs by {gap.size:.2g}"
+            fault = "two calls in evaluation mode differ"
+            advice = "Without dropout, they are equal: F.dropout needs training=self.training, and attention dropout_p=0."
+            finding = Finding("random", WRONG, fault, advice, witness)
             if draws_by_itself(call):
                 fault = "it draws random numbers in evaluation, and not for dropout, so nothing else is judged"
-                self.failed("determinism", "random-by-itself", Severity.FRAGILE, fault, "Seed each call, or draw them once.")
-                raise StopError(fault)
-            advice = (
-                "In evaluation there is no dropout: F.dropout needs training=self.training, "
-                "and scaled_dot_product_attention needs dropout_p=0."
-            )
-            witness = f"the output differs by {again.size:.2g}{self.where(call, call, self.whole)}"
-            fault = "two calls in evaluation mode differ"
-            self.failed("determinism", "random", Severity.WRONG, fault, advice, witness, again)
+                finding = Finding("random-by-itself", FRAGILE, fault, "Seed each call, or draw them once.", witness)
+            self.judge("determinism", again, finding, call, call, self.whole)
             raise StopError(fault)
         self.noise = max(rounding(called.answer, called.model, self.inputs, self.base, seed=seed) for seed in range(3))
         self._without_effect()
         self._settle_layout()
         self._settle_meanings()
+        self.is_measured = True
 
     def _without_effect(self) -> None:
         """Stop if the tokens do not change the output."""
         if not self.called.streams:
             return
-        stream = self.called.stream
-        everywhere = torch.ones(self.inputs[stream.name].shape[:2], dtype=torch.bool)
-        other = self.called.others(self.inputs, stream.name, everywhere)
-        if self.gap(self.called.answer(other), self.base).is_rounding:
-            self.failed("call/effect", "no-effect", Severity.WRONG, f"changing {stream.name} does not change the output")
+        name = self.called.stream.name
+        if self.gap(self.called.answer(self.called.others(self.inputs, name, self.places >= 0)), self.base).is_rounding:
+            self.failed("call/effect", Finding("no-effect", WRONG, f"changing {name} does not change the output"))
             raise StopError("the output does not depend on the tokens")
 
     def _settle_layout(self) -> None:
@@ -130,17 +127,15 @@ class Examination:
         flipped = called.answer({name: value.flip(0) for name, value in self.inputs.items()}).flip(0)
         if called.stream.width is None and self.gap(flipped, self.base).is_rounding:
             return
-        try:
+        with suppress(Exception):
             self.called = replace(called, is_length_first=True)
             find_forms(self.called, self.inputs)
             self.base = self.called.answer(self.inputs)
             if self.base.shape[:2] == base.shape[:2] and self.other_row()[0].is_rounding:
                 text = "it takes the length first, (L, B): with (B, L), the rows of a batch change each other"
                 advice = "nn.MultiheadAttention, nn.TransformerEncoderLayer and nn.GRU take (B, L) with batch_first=True."
-                self.note("length-first", text, advice, Severity.NOTE if called.stream.width else Severity.FRAGILE)
+                self.note(Finding("length-first", NOTE if called.stream.width else FRAGILE, text, advice))
                 return
-        except Exception:
-            pass
         self.called, self.base = called, base
 
     def other_row(self) -> tuple[Gap, dict[str, Tensor]]:
@@ -155,8 +150,8 @@ class Examination:
         for stream in self.called.streams:
             if stream.form is None or self.hides(stream):
                 continue
-            called, form = self.called, stream.form
-            self.called = with_form(called, stream, replace(form, hides=not form.hides))
+            called = self.called
+            self.called = with_form(called, stream, replace(stream.form, hides=not stream.form.hides))
             if self.hides(stream):
                 self.turned.append(stream.name)
             else:
@@ -164,16 +159,13 @@ class Examination:
 
     def hides(self, stream: Stream) -> bool:
         """Return whether tokens that the mask hides on the left change nothing."""
-        try:
-            B, L = self.inputs[stream.name].shape[:2]
-            keep = torch.ones(B, L, dtype=torch.bool)
-            keep[1, : max(1, L // 3)] = False
+        with suppress(Exception):
+            keep = keep_mask(self.inputs[stream.name], slice(max(1, stream.length // 3)))
             changed = self.called.others(self.inputs, stream.name, ~keep)
             first, second = (self.called.answer(tokens, {stream.name: keep}) for tokens in (self.inputs, changed))
             still = keep if self.called.has_positions and stream.name == self.called.stream.name else self.whole
             return bool(first[still].isfinite().all()) and self.gap(second, first, still).is_rounding
-        except Exception:
-            return False
+        return False
 
     # --- measurements
 
@@ -182,6 +174,12 @@ class Examination:
         """All rows, or all rows and positions."""
         shape = self.base.shape[:2] if self.called.has_positions else self.base.shape[:1]
         return torch.ones(shape, dtype=torch.bool)
+
+    @property
+    def places(self) -> Tensor:
+        """The place of each token of the last stream, (B, L)."""
+        tokens = self.inputs[self.called.stream.name]
+        return torch.arange(tokens.shape[1]).expand(tokens.shape[:2])
 
     @property
     def allowed(self) -> float:
@@ -222,14 +220,10 @@ class Examination:
             single = {key: value[row : row + 1] for key, value in self.inputs.items()}
             many = {key: value.expand(L, *value.shape[1:]).contiguous() for key, value in single.items()}
             twins = called.others(many, name, torch.eye(L, dtype=torch.bool))
-            if self.are_rows_apart:
-                both = {key: torch.cat((single[key], twins[key])) for key in many}
-                output = called.answer(both)
-                base, moved = output[:1], output[1:]
-            else:
-                base = called.answer(single)
-                moved = torch.cat([called.answer({k: v[j : j + 1] for k, v in twins.items()}) for j in range(L)])
-            size = (moved - base).abs().flatten(2).amax(-1).float().cpu()  # (changed, position)
+            both = {key: torch.cat((single[key], twins[key])) for key in many}
+            parts = [both] if self.are_rows_apart else [{k: v[j : j + 1] for k, v in both.items()} for j in range(L + 1)]
+            output = torch.cat([called.answer(part) for part in parts])
+            size = (output[1:] - output[:1]).abs().flatten(2).amax(-1).float().cpu()  # (changed, position)
             result = torch.maximum(result, size.T)
         return result
 
@@ -239,10 +233,8 @@ class Examination:
         if not self.called.streams:
             return self.base.abs().max().item()
         if not self.called.has_positions:
-            stream = self.called.stream
-            changed = torch.zeros(self.inputs[stream.name].shape[:2], dtype=torch.bool)
-            changed[:, 1] = True
-            return (self.called.answer(self.called.others(self.inputs, stream.name, changed)) - self.base).abs().max().item()
+            changed = self.called.others(self.inputs, self.called.stream.name, self.places == 1)
+            return (self.called.answer(changed) - self.base).abs().max().item()
         earlier = self.influence.tril(-1)
         moved = earlier[earlier > self.allowed]
         if not moved.numel():
@@ -254,18 +246,13 @@ class Examination:
         """What is declared, a word of ``expect``, and by what. "": nothing is declared, so the model is only described."""
         if word := self.expect.removesuffix("relative").removesuffix(","):
             return word, "as declared"
-        signs = decoder_signs(self.called.model) or ("it returns a cache of its tokens" if returns_cache(self.called) else "")
-        return ("causal" if signs else ""), signs
+        signs = decoder_signs(self.called)
+        return "causal" * bool(signs), signs
 
     @property
     def severity(self) -> Severity:
         """The severity of a contradiction of ``intention``."""
-        return Severity.WRONG if self.intention[0] else Severity.FRAGILE
-
-    @property
-    def expects_relative(self) -> bool:
-        """Whether positions are declared to be relative."""
-        return "relative" in self.expect
+        return WRONG if self.intention[0] else FRAGILE
 
     @cached_property
     def is_causal(self) -> bool:
@@ -281,25 +268,24 @@ class Examination:
         seen, (word, reason) = self.influence > self.allowed, self.intention
         later = int(seen.triu(1).sum())
         blind = [(i, j) for i, j in (~seen).nonzero().tolist() if j < i or (j > i and not self.is_causal)]
-        if not word:
+        if not word and later:
             pairs = f"{later} pair{'s' * (later > 1)} of a token and a later token that it sees"
-            word, reason = (
-                ("bidirectional", f"{pairs}; expect=causal judges it") if later else ("causal", "no token sees a later token")
-            )
+            word, reason = "bidirectional", f"{pairs}; expect=causal judges it"
+        elif not word:
+            word, reason = "causal", "no token sees a later token"
         self.describe(f"{word}: {reason}")
         if blind:
             i, j = max(blind, key=lambda pair: abs(pair[0] - pair[1]))
             self.describe(f"token {i} does not see token {j}, one of {len(blind)} such pairs, as with a window")
         elif (share := self._share_of_far_tokens()) > FAR_SHARE:
-            self.describe(
-                f"far tokens move the output {share:.1f} times as much as near ones, as with a distance bias of the wrong sign"
-            )
+            bias = "as with a distance bias of the wrong sign"
+            self.describe(f"far tokens move the output {share:.1f} times as much as near ones, {bias}")
         return seen
 
     def _share_of_far_tokens(self) -> float:
         """The effect of tokens far before an output, as a multiple of the effect of the two tokens before it."""
-        rows = [self.influence[i] for i in range(len(self.influence) // 2, len(self.influence)) if i > 3]
-        shares = [row[: i - 2].mean() / row[i - 2 : i].mean() for i, row in enumerate(rows, len(self.influence) - len(rows))]
+        rows = [(i, row) for i, row in enumerate(self.influence) if i >= max(4, len(self.influence) // 2)]
+        shares = [row[: i - 2].mean() / row[i - 2 : i].mean() for i, row in rows]
         return torch.stack(shares).median().item() if shares else 0.0
 
     def describe(self, text: str) -> None:
@@ -308,83 +294,72 @@ class Examination:
             self.taken_as += f"; {text}" if self.taken_as else text
 
     @property
-    def is_weak(self) -> bool:
-        """Whether rounding moves the output about as much as a token."""
-        return self.allowed > SHARE * self.typical
+    def sees_later(self) -> bool:
+        """Whether some token sees a later token."""
+        return bool((self.influence.triu(1) > self.allowed).any())
 
     # --- checks and findings
 
+    def record(self, id: str, status: Status, reason: str = "", gap: Gap | None = None) -> None:
+        """Record the result of a check."""
+        size, allowed = (None, None) if gap is None else (gap.size, gap.allowed)
+        self.checks.append(Check(id, status, reason, size, allowed))
+
     def passed(self, id: str, gap: Gap | None = None) -> None:
         """Record a check that passed. If rounding would hide a mistake, it counts as not tried."""
-        if gap is None:
-            self.checks.append(Check(id, Status.PASSED))
-        elif gap.allowed > SHARE * self.typical:
+        if gap is not None and gap.allowed > SHARE * self.typical:
             reason = f"rounding moves the output by up to {gap.allowed:.2g}, a visible token by {self.typical:.2g}"
-            self.checks.append(Check(id, Status.NOT_TRIED, reason, gap.size, gap.allowed))
+            self.record(id, NOT_TRIED, reason, gap)
         else:
-            self.checks.append(Check(id, Status.PASSED, "", gap.size, gap.allowed))
-
-    def explained(self, id: str, by: str, gap: Gap | None = None) -> None:
-        """Record a check that failed for a reason that already has a finding."""
-        size, allowed = (None, None) if gap is None else (gap.size, gap.allowed)
-        self.checks.append(Check(id, Status.FAILED, f"see {by}", size, allowed))
+            self.record(id, PASSED, gap=gap)
 
     def skip(self, id: str, reason: str) -> None:
         """Record a check that was not tried."""
-        self.checks.append(Check(id, Status.NOT_TRIED, reason))
+        self.record(id, NOT_TRIED, reason)
 
-    def failed(
-        self,
-        id: str,
-        finding: str,
-        severity: Severity,
-        fault: str,
-        advice: str = "",
-        witness: str = "",
-        gap: Gap | None = None,
-    ) -> None:
+    def failed(self, id: str, finding: Finding, gap: Gap | None = None) -> None:
         """Record a check that failed, and its finding."""
-        size, allowed = (None, None) if gap is None else (gap.size, gap.allowed)
-        self.checks.append(Check(id, Status.FAILED, fault, size, allowed))
-        self._add(Finding(finding, severity, fault, advice, witness, self._repeat(id)))
+        self.record(id, FAILED, finding.fault, gap)
+        self.note(replace(finding, repeat=self._repeat(id)))
 
-    def note(self, finding: str, text: str, advice: str = "", severity: Severity = Severity.NOTE) -> None:
-        """Record something that the author should know, a finding that belongs to no check."""
-        self._add(Finding(finding, severity, text, advice))
-
-    def _add(self, finding: Finding) -> None:
+    def note(self, finding: Finding) -> None:
+        """Add a finding. The first with an id counts."""
         if all(finding.id != other.id for other in self.findings):
             self.findings.append(finding)
 
-    def raised(self, id: str, error: Exception) -> None:
-        """Record a call that raised. An error about an unsupported call is not a fault."""
-        if is_refusal(error):
-            self.skip(id, f"it raises {fault_text(error)}")
-        else:
-            what = id.replace("-", " ").replace("/", ", ")
-            self.failed(
-                id,
-                f"raises-{id.replace('/', '-')}",
-                Severity.FRAGILE,
-                f"it raises in the check of {what}",
-                witness=fault_text(error),
-            )
+    def judge(self, id: str, gap: Gap, finding: Finding, *calls: Any, explained_by: str = "") -> bool:
+        """Record a comparison, and return whether it passed. If it failed, ``finding`` says why, unless another finding does.
 
-    def attempt(self, id: str, check: Callable[[str], None]) -> None:
-        """Run one check, and record an exception that it raises."""
+        The witness may contain fields of ``gap`` and ``exam``, such as {gap.size:.2g}. ``calls``: the arguments of ``where``.
+        """
+        if gap.is_rounding:
+            self.passed(id, gap)
+        elif explained_by:
+            self.record(id, FAILED, f"see {explained_by}", gap)
+        else:
+            witness = finding.witness.format(gap=gap, exam=self) + (self.where(*calls) if calls else "")
+            self.failed(id, replace(finding, witness=witness), gap)
+        return gap.is_rounding
+
+    def attempt(self, id: str, check: Callable[[str], Any]) -> None:
+        """Run one check, and record an exception that it raises. An error about an unsupported call is not a fault."""
         try:
             check(id)
         except StopError:
             raise
         except Exception as error:
-            self.raised(id, error)
+            if is_refusal(error):
+                self.skip(id, f"it raises {fault_text(error)}")
+                return
+            fault = f"it raises in the check of {id.replace('-', ' ').replace('/', ', ')}"
+            self.failed(id, Finding(f"raises-{id.replace('/', '-')}", FRAGILE, fault, witness=fault_text(error)))
 
     def where(self, calm: Callable[[], Any], moved: Callable[[], Any], *stills: Tensor) -> str:
         """Return the end of a sentence that names the first module that moves."""
-        try:
-            return _first_moved_text(first_moved(self.called.model, calm, moved, *stills))
-        except Exception:  # a failing witness must not fail the check
-            return ""
+        with suppress(Exception):  # a failing witness must not fail the check
+            if module := first_moved(self.called.model, calm, moved, *stills):
+                return f"; the first module that moves is {module}"
+        return ""
 
     def answers(self, inputs: Mapping[str, Tensor], keep: Mapping[str, Tensor] | None = None) -> Callable[[], Tensor]:
         """Return a call for ``where``."""
@@ -396,7 +371,3 @@ class Examination:
         if "{}" in self.repeat:
             return self.repeat.format(f'only="{word}", seed={self.seed}')
         return f"{self.repeat} only={word} seed={self.seed}"
-
-
-def _first_moved_text(module: str) -> str:
-    return f"; the first module that moves is {module}" if module else ""

@@ -4,49 +4,41 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from minitx.check.called_model import returned_cache
+from minitx.check.called_model import keep_mask, returned_cache
 from minitx.check.calling import fault_text
 from minitx.check.examination import Examination
 from minitx.check.properties import Gap
-from minitx.check.results import Severity
+from minitx.check.results import FRAGILE, WRONG, Finding
 
 BACK = 3
 """The number of tokens by which a cache is cut back."""
-
-
-class NoCacheError(ValueError):
-    """The model returns no cache, or one that cannot be cut back."""
-
-
-class WrongShapeError(RuntimeError):
-    """The output of a piece has the wrong shape."""
 
 
 def cache(exam: Examination) -> None:
     """Pieces with a cache equal one call."""
     called = exam.called
     learned_prompt = getattr(getattr(called.model, "active_peft_config", None), "is_prompt_learning", False)
-    reasons = {
-        "no argument for a cache was found": called.cache is None or not called.streams or not called.has_positions,
-        "each call adds the virtual tokens again, with or without a cache": called.prepended or learned_prompt,
-    }
-    reason = next((reason for reason, is_given in reasons.items() if is_given), "")
-    if reason or not exam.is_causal:
-        exam.skip("cache", reason or "the model is bidirectional")
+    if called.cache is None or called.why_without_positions:
+        exam.skip("cache", "no argument for a cache was found")
+        return
+    if called.prepended or learned_prompt or not exam.is_causal:
+        repeats = "each call adds the virtual tokens again, with or without a cache"
+        exam.skip("cache", repeats if called.prepended or learned_prompt else "the model is bidirectional")
         return
     L = called.stream.length
     random_cuts = sorted((torch.randperm(L - 1, generator=called.generator)[:3] + 1).tolist())
     pieces = _Pieces(exam)
-    cuts = {"token-by-token": range(1, L), "prefill-then-tokens": range(L // 2, L), "pieces": random_cuts}
-    for kind, places in cuts.items():
-        exam.attempt(f"cache/{kind}", partial(pieces.compare, cuts=list(places)))
+    plain = {"token-by-token": range(1, L), "prefill-then-tokens": range(L // 2, L), "pieces": random_cuts}
+    for kind, cuts in plain.items():
+        exam.attempt(f"cache/{kind}", partial(pieces.compare, cuts=list(cuts)))
     exam.attempt("cache/cut-back", partial(pieces.compare, cuts=[L // 3, L - 2], what=f" that is cut back by {BACK} tokens"))
     exam.attempt("cache/long", partial(pieces.compare, cuts=[], what=" and a long row"))
     exam.attempt("cache/left-padding", partial(pieces.padded, cuts=[L // 2, L // 2 + 1, L - 3]))
@@ -61,13 +53,7 @@ class _Pieces:
         self.make = getattr(exam.called.model, "make_cache", None)
 
     def run(
-        self,
-        cuts: Sequence[int],
-        keep: Tensor | None = None,
-        extra: Mapping[str, Tensor] | None = None,
-        cache: Any = None,
-        back: int = 0,
-        row: Mapping[str, Tensor] | None = None,
+        self, cuts: Sequence[int], row: Any = None, keep: Tensor | None = None, cache: Any = None, back: int = 0, **extra: Any
     ) -> Tensor:
         """Return the outputs of all pieces, joined. After the second piece, ``back`` tokens are removed and fed again."""
         called, inputs = self.called, row or self.exam.inputs
@@ -81,7 +67,7 @@ class _Pieces:
             piece = {**inputs, stream.name: tokens[:, start:end].contiguous()}
             options: dict[str, Any] = {} if cache is None else {str(called.cache): cache}
             options |= {"use_cache": True} if "use_cache" in called.names else {}
-            options |= {key: value[:, start:end] for key, value in (extra or {}).items()}
+            options |= {key: value[:, start:end] for key, value in extra.items()}
             # minitx's cache stores the earlier part of the mask; other models need all of it, or its new part
             starts = [] if keep is None else [start] if self.make is not None else [0, start][: 1 + (start > 0)]
             masks = [{stream.name: keep[:, first:end]} for first in starts if keep is not None]
@@ -89,11 +75,11 @@ class _Pieces:
             outputs.append(called.output(result, piece))
             if outputs[-1].shape[:2] != (B, end - start):
                 shape = tuple(outputs[-1].shape)
-                raise WrongShapeError(f"a piece of {end - start} tokens in {B} rows gives an output of shape {shape}")
+                raise RuntimeError(f"a piece of {end - start} tokens in {B} rows gives an output of shape {shape}")
             if self.make is None:
                 cache = returned_cache(result, str(called.cache))
                 if cache is None:
-                    raise NoCacheError("the model returns no cache")
+                    raise ValueError("the model returns no cache")
             start = end
             if back and hasattr(cache, "activate_past_recording"):  # of transformers
                 cache.activate_past_recording()
@@ -101,18 +87,16 @@ class _Pieces:
                 try:
                     cache.crop(-back)
                 except (AttributeError, RuntimeError) as error:
-                    raise NoCacheError(f"the cache cannot be cut back: {fault_text(error)}") from error
+                    raise ValueError(f"the cache cannot be cut back: {fault_text(error)}") from error
                 outputs[-1], start = outputs[-1][:, :-back], end - back
         return torch.cat(outputs, 1)
 
     def _piece(self, piece: dict[str, Tensor], masks: Sequence[Any], options: dict[str, Any]) -> Any:
         """Call the model with the first mask that it accepts."""
-        try:
-            return self.called.run(piece, masks[0], **options)
-        except (RuntimeError, ValueError):
-            if len(masks) == 1:
-                raise
-            return self.called.run(piece, masks[1], **options)
+        for mask in masks[:-1]:
+            with suppress(RuntimeError, ValueError):
+                return self.called.run(piece, mask, **options)
+        return self.called.run(piece, masks[-1], **options)
 
     def compare(self, id: str, cuts: Sequence[int], what: str = "") -> None:
         """Compare pieces with one call. Without ``cuts``, the row is long."""
@@ -124,21 +108,15 @@ class _Pieces:
         self._judge(id, exam.gap(output, expected, noise=noise), cuts, what)
 
     def _judge(self, id: str, gap: Gap, cuts: Sequence[int], what: str = "") -> None:
-        exam = self.exam
-        if gap.is_rounding:
-            exam.passed(id, gap)
-            return
-        if any(finding.id == "cache-differs" for finding in exam.findings):
-            exam.explained(id, "the cache", gap)
-            return
+        is_known = any(finding.id == "cache-differs" for finding in self.exam.findings)
         how = f"token by token from {cuts[0]}" if len(cuts) > 5 else f"pieces that end at {', '.join(map(str, cuts))}"
-        witness = f"{how}: the output of token {gap.place[1]} differs by {gap.size:.2g}"
+        witness = how + ": the output of token {gap.place[1]} differs by {gap.size:.2g}"
         fault = f"with a cache{what}, pieces differ from one call"
         advice = "Look at the positions of new tokens, and align the causal mask to the lower right: tril(diagonal=S - L)."
         # a recurrent state may not be meant to be cut back
-        is_mild = "cut back" in what or ("long row" in what and not exam.intention[0])
-        severity = Severity.FRAGILE if is_mild else Severity.WRONG
-        exam.failed(id, f"cache-differs{what.replace(' ', '-').replace(',', '')}", severity, fault, advice, witness, gap)
+        severity = self.exam.severity if "long row" in what else FRAGILE if "cut back" in what else WRONG
+        finding = Finding(f"cache-differs{what.replace(' ', '-').replace(',', '')}", severity, fault, advice, witness)
+        self.exam.judge(id, gap, finding, explained_by="the cache" * is_known)
 
     def padded(self, id: str, cuts: Sequence[int]) -> None:
         """Compare pieces with one call, with padding on the left of a row."""
@@ -146,17 +124,13 @@ class _Pieces:
         if stream.form is None:
             exam.skip(id, "no mask")
             return
-        B, L = exam.inputs[stream.name].shape[:2]
-        keep = torch.ones(B, L, dtype=torch.bool)
-        keep[1, : L // 3] = False
-        extra: dict[str, Tensor] = {}
-        if "position_ids" in called.names:
-            extra = {"position_ids": (keep.long().cumsum(-1) - 1).clamp(min=0).to(called.device)}
+        keep = keep_mask(exam.inputs[stream.name], slice(stream.length // 3))
+        extra = called.counted(keep)
         try:
             expected = called.answer(exam.inputs, {stream.name: keep}, **extra)
         except (ValueError, NotImplementedError):  # the model does not use positions
             extra, expected = {}, called.answer(exam.inputs, {stream.name: keep})
-        output = self.run(cuts, keep, extra)
+        output = self.run(cuts, keep=keep, **extra)
         self._judge(id, exam.gap(output, expected, keep), cuts, " and padding on the left")
 
     def static(self, id: str, cuts: Sequence[int]) -> None:

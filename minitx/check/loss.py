@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from minitx.check.calling import parts_of
 from minitx.check.examination import Examination
-from minitx.check.results import Severity
+from minitx.check.results import FRAGILE, WRONG, Finding
 
 IGNORED = -100
 """The label of a token that is no target, in torch."""
@@ -35,7 +35,7 @@ def loss(exam: Examination) -> None:
         return
     if shift == 2:
         fault = "labels are shifted twice: the loss is of the token after the next"
-        exam.failed("loss/shift", "labels-shifted-twice", Severity.WRONG, fault, "Shift in the data or in the model.")
+        exam.failed("loss/shift", Finding("labels-shifted-twice", WRONG, fault, "Shift in the data or in the model."))
         return
     exam.passed("loss/shift")
     labels[0, : L // 2] = labels[1, L - 2 :] = IGNORED
@@ -47,7 +47,7 @@ def loss(exam: Examination) -> None:
             return
         if not is_mean:
             fault = f"the loss of {what} is not the mean over the labels that are not {IGNORED}"
-            exam.failed("loss/hidden", "loss-of-hidden-targets", Severity.FRAGILE, fault, "Divide by their number.")
+            exam.failed("loss/hidden", Finding("loss-of-hidden-targets", FRAGILE, fault, "Divide by their number."))
             return
     exam.passed("loss/hidden")
 
@@ -57,8 +57,7 @@ def _difference(exam: Examination, name: str, labels: Tensor, shift: int) -> flo
     inputs = {stream: tokens[: len(labels)] for stream, tokens in exam.inputs.items()}
     options: dict[str, Any] = {name: labels}
     result = exam.called.run(inputs, **options)
-    parts = result.values() if isinstance(result, Mapping) else result if isinstance(result, tuple | list) else (result,)
-    losses = [part for part in parts if isinstance(part, Tensor) and part.numel() == 1]
+    losses = [part for part in (result, *parts_of(result)) if isinstance(part, Tensor) and part.numel() == 1]
     logits = exam.base[: len(labels), : labels.shape[1] - shift].flatten(0, 1).float()
     mean = cross_entropy(logits, labels[:, shift:].flatten(), ignore_index=IGNORED)
     return min((abs(loss.item() / mean.item() - 1) for loss in losses), default=torch.inf)

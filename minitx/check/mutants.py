@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -157,23 +157,8 @@ def _is_square(weights: Tensor) -> bool:
     return weights.shape[-1] == weights.shape[-2]
 
 
-def _by_view(heads: Tensor) -> Tensor:
-    """The heads that ``view(B, H, L, D)`` makes from (B, L, H·D)."""
-    return heads.transpose(1, 2).reshape(heads.shape)
-
-
 def _transposed(heads: Tensor, *rest: Any) -> Tensor:
     return heads.transpose(1, 2)
-
-
-def _merged_by_view(output: Tensor, query: Tensor) -> Tensor:
-    B, H, L, D = output.shape
-    return output.reshape(B, L, H, D).transpose(1, 2)
-
-
-def _buffer_like_query(output: Tensor, query: Tensor) -> Tensor:
-    """Copy the output to a buffer of the query's shape. It raises RuntimeError for wide values."""
-    return torch.zeros_like(query).to(output.dtype).copy_(output)
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,18 +187,12 @@ class Mutant:
         """Return whether ordinary numbers do not reveal the mistake."""
         return self.severity == Severity.FRAGILE
 
-    @cached_property
-    def steps(self) -> Steps:
-        """Return the definition with the replaced steps."""
-        return replace(DEFINITION, **self.instead)
+
+def _fault(name: str, advice: str, severity: Severity = Severity.WRONG, **instead: Step) -> Mutant:
+    return Mutant(name, advice, instead, severity)
 
 
-def _fault(name: str, advice: str, **instead: Step) -> Mutant:
-    return Mutant(name, advice, instead)
-
-
-def _fragile(name: str, advice: str, **instead: Step) -> Mutant:
-    return Mutant(name, advice, instead, Severity.FRAGILE)
+_fragile = partial(_fault, severity=Severity.FRAGILE)
 
 
 _BLIND = "With hidden = True where a key is hidden: scores.masked_fill(hidden, torch.finfo(scores.dtype).min).softmax(-1).masked_fill(hidden, 0)."
@@ -286,9 +265,9 @@ MUTANTS: tuple[Mutant, ...] = (
     _fault("query added to the output", "The residual connection is outside of attention.", mix=lambda w, q, k, v: w @ v + (q if q.shape[-1] == v.shape[-1] else 0)),
     _fault("grouped heads tiled", "Use repeat_interleave(H // Hkv, dim=1).", group=lambda x, H: x.repeat(1, H // x.shape[1], 1, 1)),
     _fault("first key head for all", "Use repeat_interleave(H // Hkv, dim=1).", group=lambda x, H: x[:, :1].expand(-1, H, -1, -1) if x.shape[1] < H else x),
-    _fault("heads by view", "Use view(B, L, H, D).transpose(1, 2).", split=_by_view),
-    _fault("heads merged by view", "Use transpose(1, 2) before reshape(B, L, E).", merge=_merged_by_view),
-    _fragile("zeros_like(Q) for d_v ≠ d_k", "The output has the width of the values: new_zeros(*query.shape[:-1], value.shape[-1]).", merge=_buffer_like_query),
+    _fault("heads by view", "Use view(B, L, H, D).transpose(1, 2).", split=lambda x: x.transpose(1, 2).reshape(x.shape)),
+    _fault("heads merged by view", "Use transpose(1, 2) before reshape(B, L, E).", merge=lambda o, q: o.reshape(o.transpose(1, 2).shape).transpose(1, 2)),
+    _fragile("zeros_like(Q) for d_v ≠ d_k", "The output has the width of the values: new_zeros(*query.shape[:-1], value.shape[-1]).", merge=lambda o, q: torch.zeros_like(q).to(o.dtype).copy_(o)),
     _fault("causal mask from the upper left hides the token itself", _ALIGNED, causal=_from_the_left("tril -1")),
     _fault("causal mask shows later tokens alone", "Queries see earlier keys: use tril, not triu.", causal=_from_the_left("triu 1")),
     _fault("causal mask from the upper left shows one later token", _ALIGNED, causal=_from_the_left("tril 1")),
@@ -316,7 +295,7 @@ def mutant(name: str) -> AttentionFunction:
     if name not in names:
         similar = difflib.get_close_matches(name, names, n=3, cutoff=0.3) or names[:3]
         raise ValueError(f"no mutant is named {name!r}; similar names: {', '.join(similar)}")
-    steps = MUTANTS[names.index(name)].steps
+    steps = replace(DEFINITION, **MUTANTS[names.index(name)].instead)
 
     def attention(
         query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, is_causal: bool = False
@@ -324,7 +303,3 @@ def mutant(name: str) -> AttentionFunction:
         return attention_in_steps(query, key, value, mask, is_causal=is_causal, steps=steps)
 
     return attention
-
-
-STEP_NAMES = tuple(field.name for field in fields(Steps))
-"""The names of the steps, in order."""

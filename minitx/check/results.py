@@ -50,6 +50,10 @@ class Status(StrEnum):
     NOT_TRIED = "not tried"
 
 
+WRONG, FRAGILE, NOTE = Severity
+PASSED, FAILED, NOT_TRIED = Status
+
+
 @dataclass(frozen=True)
 class Check:
     """The result of one check.
@@ -151,7 +155,8 @@ class Report:
         return json.dumps(_finite(self.as_dict()), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
     def __str__(self) -> str:
-        return "\n".join([f"{self.subject}, seed {self.seed}", *_with_headings(self._lines())])
+        rows = [f"{heading:<10} {text}".rstrip() for heading, text in self._lines()]
+        return "\n".join([f"{self.subject}, seed {self.seed}", *rows])
 
     def _lines(self) -> Iterator[tuple[str, str]]:
         """The rows of the table: a heading ("": as in the row above) and a text."""
@@ -179,10 +184,6 @@ def stable_id(name: str) -> str:
     'zeros-like-q-for-d-v-d-k'
     """
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
-def _with_headings(lines: Iterable[tuple[str, str]]) -> list[str]:
-    return [f"{heading:<10} {text}".rstrip() for heading, text in lines]
 
 
 def _grouped(checks: Iterable[Check], tried: Collection[str]) -> Iterator[tuple[str, str]]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from minitx.check.examination import Examination
+from minitx.check.called_model import keep_mask
+from minitx.check.examination import SHARE, Examination
 from minitx.check.properties import Gap
-from minitx.check.results import Severity
+from minitx.check.results import FAILED, FRAGILE, NOTE, WRONG, Finding
 
 FAR_LESS = 1e-12
 """A gradient below this share of the largest gradient counts as zero."""
@@ -23,26 +25,19 @@ CAUSAL_ADVICE = (
 
 def rows(exam: Examination) -> None:
     """Rows of a batch do not know each other."""
-    called, inputs, base = exam.called, exam.inputs, exam.base
+    called, inputs = exam.called, exam.inputs
     gap, changed = exam.other_row()
+    exam.are_rows_apart = gap.is_rounding
     advice = "Look for a view that mixes axes, or a mean over axis 0. torch's attention and nn.GRU take (L, B, E) unless batch_first=True."
-    if not gap.is_rounding:
-        exam.are_rows_apart = False
-        at = exam.where(exam.answers(inputs), exam.answers(changed), torch.tensor([True, False, True]))
-        witness = f"changing row 1 moves the output of row {gap.place[0]} by {gap.size:.2g}{at}"
-        exam.failed("rows/others", "rows-mixed", Severity.WRONG, "rows of a batch change each other", advice, witness, gap)
-        return
-    exam.passed("rows/others", gap)
-    alone = torch.cat(
-        [called.answer({name: value[row : row + 1] for name, value in inputs.items()}) for row in range(len(base))]
-    )
-    gap = exam.gap(alone, base)
-    if gap.is_rounding:
-        exam.passed("rows/alone", gap)
-    else:
-        witness = f"row {gap.place[0]} alone and in its batch differ by {gap.size:.2g}"
+    witness = "changing row 1 moves the output of row {gap.place[0]} by {gap.size:.2g}"
+    finding = Finding("rows-mixed", WRONG, "rows of a batch change each other", advice, witness)
+    calls = exam.answers(inputs), exam.answers(changed), torch.tensor([True, False, True])
+    if exam.judge("rows/others", gap, finding, *calls):
+        parts = [{name: value[row : row + 1] for name, value in inputs.items()} for row in range(len(exam.base))]
+        gap = exam.gap(torch.cat([called.answer(part) for part in parts]), exam.base)
         fault = "the output of a row alone differs from its output in a batch"
-        exam.failed("rows/alone", "row-alone-differs", Severity.WRONG, fault, advice, witness, gap)
+        witness = "row {gap.place[0]} alone and in its batch differ by {gap.size:.2g}"
+        exam.judge("rows/alone", gap, Finding("row-alone-differs", WRONG, fault, advice, witness))
 
 
 # --- causality
@@ -51,23 +46,20 @@ def rows(exam: Examination) -> None:
 def causality(exam: Examination) -> None:
     """In a causal model, later tokens change nothing."""
     ids = [f"causality/{kind}" for kind in ("values", "prefix", "with-a-mask", "long", "gradient")]
-    if not exam.called.streams or not exam.called.has_positions:
-        reason = "the output has no positions" if exam.called.streams else "it reads no tokens"
+    if exam.called.why_without_positions:
         for id in ids:
-            exam.skip(id, reason)
+            exam.skip(id, exam.called.why_without_positions)
         return
     exam.look()
     word, _, width = exam.intention[0].partition(":")
-    if word == "bidirectional" and not exam.influence.triu(1).gt(exam.allowed).any():
+    if word == "bidirectional" and not exam.sees_later:
         fault = "no token sees a later token, although the model is declared bidirectional"
-        exam.failed("causality/declared", "not-bidirectional", Severity.WRONG, fault, "Remove the causal mask.")
-    if not exam.is_causal:
-        for id in ids[:4]:
-            exam.skip(id, "the model is bidirectional; set expect=causal if it must not be")
-    else:
-        for id, check in zip(ids, (_token_values, _prefix, _with_mask, _long), strict=False):
+        exam.failed("causality/declared", Finding("not-bidirectional", WRONG, fault, "Remove the causal mask."))
+    for id, check in zip(ids, (_token_values, _prefix, _with_mask, _long, _gradients), strict=True):
+        if exam.is_causal or check is _gradients:
             exam.attempt(id, partial(check, exam))
-    exam.attempt(ids[4], partial(_gradients, exam))
+        else:
+            exam.skip(id, "the model is bidirectional; set expect=causal if it must not be")
     if width:
         exam.attempt("causality/window", partial(_window, exam, width=int(width)))
 
@@ -83,41 +75,30 @@ def _window(exam: Examination, id: str, width: int) -> None:
     i, j = wrong[-1]
     fault = f"the output of token {i} {'depends' if seen[i, j] else 'does not depend'} on token {j}, {i - j} before it, with window:{width}"
     advice = "A window of w tokens is the token itself and w - 1 before it; n layers of width w see n · (w - 1) + 1 tokens."
-    exam.failed(id, "other-window", Severity.WRONG, fault, advice, f"{len(wrong)} such pairs")
+    exam.failed(id, Finding("other-window", WRONG, fault, advice, f"{len(wrong)} such pairs"))
 
 
 def _token_values(exam: Examination, id: str) -> None:
     future = exam.influence.triu(1)
-    if not (future > exam.allowed).any():
+    if not exam.sees_later:
         exam.passed(id, Gap(future.max().item(), exam.allowed, ()))
         return
     name, L = exam.called.stream.name, len(future)
     i, j = divmod(int(future.argmax()), L)
-    column = torch.zeros(exam.inputs[name].shape[:2], dtype=torch.bool)
-    column[:, j] = True
-    changed = exam.called.others(exam.inputs, name, column)
-    still = torch.zeros_like(column)
-    still[:, :j] = True
-    at = exam.where(exam.answers(exam.inputs), exam.answers(changed), still)
+    changed = exam.called.others(exam.inputs, name, exam.places == j)
+    at = exam.where(exam.answers(exam.inputs), exam.answers(changed), exam.places < j)
     pairs = int((future > exam.allowed).sum())
-    witness = (
-        f"changing token {j} moves the output of token {i} by {future.max():.2g} (a token that it may see: {exam.typical:.2g}); "
-        f"{pairs} such pair{'s' * (pairs > 1)}{at}"
-    )
+    usual = f"(a token that it may see: {exam.typical:.2g}); {pairs} such pair{'s' * (pairs > 1)}"
+    witness = f"changing token {j} moves the output of token {i} by {future.max():.2g} {usual}{at}"
     fault, advice = "later tokens change earlier outputs", CAUSAL_ADVICE
-    earlier = exam.influence.tril(-1)
-    if not (earlier > exam.allowed).any() and pairs > L:
-        fault, advice = (
-            "each token sees the later tokens, but not the earlier tokens",
-            "The causal mask is inverted: hide where ~tril.",
-        )
+    if not (exam.influence.tril(-1) > exam.allowed).any() and pairs > L:
+        fault = "each token sees the later tokens, but not the earlier tokens"
+        advice = "The causal mask is inverted: hide where ~tril."
     elif max(b - a for a, b in (future > exam.allowed).nonzero().tolist()) <= L // 4:  # each layer may add one
         advice = "The mask is too wide: use tril(diagonal=S - L) without an extra 1. Or a convolution needs padding on the left only."
     if not exam.intention[0]:
-        advice = (
-            f"If the model must be causal: {advice[0].lower()}{advice[1:]} expect=causal or expect=bidirectional declares it."
-        )
-    exam.failed(id, "not-causal", exam.severity, fault, advice, witness)
+        advice = f"If it must be causal: {advice[0].lower()}{advice[1:]} expect=causal or expect=bidirectional declares it."
+    exam.failed(id, Finding("not-causal", exam.severity, fault, advice, witness))
 
 
 def _prefix(exam: Examination, id: str) -> None:
@@ -125,68 +106,51 @@ def _prefix(exam: Examination, id: str) -> None:
     called, name = exam.called, exam.called.stream.name
     L = exam.inputs[name].shape[1]
     short = {**exam.inputs, name: exam.inputs[name][:, : L - 3].contiguous()}
-    try:
-        output = called.answer(short)
-    except Exception as error:
-        exam.raised(id, error)
-        return
-    gap = exam.gap(output, exam.base[:, : L - 3])
-    if gap.is_rounding:
-        exam.passed(id, gap)
-    elif (exam.influence.triu(1) > exam.allowed).any():
-        exam.explained(id, "causality", gap)
-    else:
-        witness = f"{L - 3} of {L} tokens alone: the output of token {gap.place[1]} differs by {gap.size:.2g}"
-        fault = "the outputs of a prefix depend on the number of tokens that follow"
-        advice = "Look for a mean or a norm over the length."
-        exam.failed(id, "prefix-differs", exam.severity, fault, advice, witness, gap)
+    gap = exam.gap(called.answer(short), exam.base[:, : L - 3])
+    witness = f"{L - 3} of {L} tokens alone: " + "the output of token {gap.place[1]} differs by {gap.size:.2g}"
+    fault = "the outputs of a prefix depend on the number of tokens that follow"
+    advice = "Look for a mean or a norm over the length."
+    finding = Finding("prefix-differs", exam.severity, fault, advice, witness)
+    exam.judge(id, gap, finding, explained_by="causality" * exam.sees_later)
 
 
 def _with_mask(exam: Examination, id: str) -> None:
     """A padding mask does not switch off the causal mask."""
-    called, stream = exam.called, exam.called.stream
+    stream = exam.called.stream
     if stream.form is None:
         exam.skip(id, stream.why_unmasked)
         return
-    B, L = exam.inputs[stream.name].shape[:2]
+    L = stream.length
+    last = exam.places >= L - 3
+    witness = f"with {stream.mask}, the last 3 tokens " + "move the output of token {gap.place[1]} by {gap.size:.2g}"
+    fault, advice = f"with {stream.mask}, the model is not causal", "Combine the two masks: causal & padding."
+    finding = Finding("not-causal-with-a-mask", exam.severity, fault, advice, witness)
     for hidden in (0, 2):
-        keep = torch.ones(B, L, dtype=torch.bool)
-        keep[1, L - hidden :] = False
-        last = torch.zeros_like(keep)
-        last[:, -3:] = True
-        changed = called.others(exam.inputs, stream.name, last)
+        keep = keep_mask(exam.inputs[stream.name], slice(L - hidden, L))
+        changed = exam.called.others(exam.inputs, stream.name, last)
         before, after = (exam.answers(tokens, {stream.name: keep}) for tokens in (exam.inputs, changed))
-        still = keep & ~last
-        gap = exam.gap(after(), before(), still)
-        if not gap.is_rounding:
-            witness = f"with {stream.mask}, the last 3 tokens move the output of token {gap.place[1]} by {gap.size:.2g}"
-            if (exam.influence.triu(1) > exam.allowed).any():
-                exam.explained(id, "causality", gap)
-                return
-            fault, advice = f"with {stream.mask}, the model is not causal", "Combine the two masks: causal & padding."
-            at = exam.where(before, after, still)
-            exam.failed(id, "not-causal-with-a-mask", exam.severity, fault, advice, witness + at, gap)
+        gap = exam.gap(after(), before(), keep & ~last)
+        if hidden or not gap.is_rounding:
+            exam.judge(id, gap, finding, before, after, keep & ~last, explained_by="causality" * exam.sees_later)
             return
-    exam.passed(id, gap)
 
 
 def _long(exam: Examination, id: str) -> None:
     """In a long row, the tokens after a multiple of a block change nothing before it."""
     (inputs, base, noise), name = exam.long, exam.called.stream.name
-    if (exam.influence.triu(1) > exam.allowed).any():
-        exam.explained(id, "causality")
+    if exam.sees_later:
+        exam.record(id, FAILED, "see causality")
         return
     places = torch.arange(base.shape[1]).unsqueeze(0)
     for cut in (cut for cut in (16, 32, 64, 65, 128) if cut < base.shape[1]):
         changed = exam.called.others(inputs, name, places >= cut)
         gap = exam.gap(exam.called.answer(changed), base, places < cut, noise)
         if not gap.is_rounding:
-            at = exam.where(exam.answers(inputs), exam.answers(changed), places < cut)
-            witness = (
-                f"the tokens from {cut} to {base.shape[1] - 1} move the output of token {gap.place[1]} by {gap.size:.2g}{at}"
-            )
+            tokens = f"the tokens from {cut} to {base.shape[1] - 1}"
+            witness = tokens + " move the output of token {gap.place[1]} by {gap.size:.2g}"
             fault, advice = "in a long row, later tokens change earlier outputs", "Look at the borders of blocks or chunks."
-            exam.failed(id, "not-causal-in-a-long-row", exam.severity, fault, advice, witness, gap)
+            finding = Finding("not-causal-in-a-long-row", exam.severity, fault, advice, witness)
+            exam.judge(id, gap, finding, exam.answers(inputs), exam.answers(changed), places < cut)
             return
     exam.passed(id)
 
@@ -208,23 +172,20 @@ def _gradients(exam: Examination, id: str) -> None:
         if 0 < half < int(cut.sum()):
             fault = "outputs depend on tokens that get no gradient"
             advice = "Look for detach(), no_grad, .data or a copy through numpy."
-            exam.failed(id, "gradient-cut", Severity.WRONG, fault, advice, witness)
+            exam.failed(id, Finding("gradient-cut", WRONG, fault, advice, witness))
             return
-        exam.note(
-            "gradient-cut-in-part",
-            f"some outputs depend on tokens that get no gradient, as after an argmax: {witness}",
-        )
+        text = f"some outputs depend on tokens that get no gradient, as after an argmax: {witness}"
+        exam.note(Finding("gradient-cut-in-part", NOTE, text))
     late = grads.triu(1) > 1e-6 * grads.max() if exam.is_causal else torch.zeros_like(zero)
-    if late.any() and not (influence.triu(1) > exam.allowed).any():
+    if not late.any():
+        exam.passed(id)
+    elif exam.sees_later:
+        exam.record(id, FAILED, "see causality")
+    else:
         i, j = late.nonzero()[0].tolist()
         witness = f"the output of token {i} sends a gradient to token {j}; {int(late.sum())} such pairs"
         fault = "gradients reach later tokens, whose values change nothing"
-        exam.failed(id, "gradient-leaks", Severity.WRONG, fault, "Mask before the softmax, not after.", witness)
-        return
-    if late.any():
-        exam.explained(id, "causality")
-        return
-    exam.passed(id)
+        exam.failed(id, Finding("gradient-leaks", WRONG, fault, "Mask before the softmax, not after.", witness))
 
 
 def _token_gradients(exam: Examination) -> Tensor | str:
@@ -234,71 +195,54 @@ def _token_gradients(exam: Examination) -> Tensor | str:
     leaves: list[Tensor] = []
 
     def leaf(module: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
-        same = (
-            args
-            and isinstance(args[0], Tensor)
-            and args[0].shape == inputs[name].shape
-            and torch.equal(args[0].to(inputs[name].device), inputs[name])
-        )
-        if not same or module.num_embeddings < called.vocabulary:
+        is_alike = bool(args) and isinstance(args[0], Tensor) and args[0].shape == inputs[name].shape
+        if not is_alike or not args[0].to(inputs[name].device).equal(inputs[name]) or module.num_embeddings < called.vocabulary:
             return None
         leaves.append(output.detach().requires_grad_())
         return leaves[-1].clone()  # a model may change it in place
 
-    handles = []
-    if called.stream.width is None:
-        handles = [m.register_forward_hook(leaf) for m in called.model.modules() if isinstance(m, nn.Embedding)]
-    else:
-        inputs[name].requires_grad_()
-        leaves.append(inputs[name])
-    try:
-        with torch.enable_grad():
-            out = called.answer(inputs)[0]
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, torch.enable_grad():
+        if called.stream.width is not None:
+            leaves.append(inputs[name].requires_grad_())
+        for module in (module for module in called.model.modules() if isinstance(module, nn.Embedding) and not leaves):
+            hooks.enter_context(module.register_forward_hook(leaf))
+        out = called.answer(inputs)[0]
     if len(leaves) != 1:
         return "the table of the tokens was not found"
     if not out.requires_grad:
         return "the output has no gradient"
     weights = torch.randn(out.shape[1:], generator=called.generator).to(out)
-    result = []
+    slope = partial(torch.autograd.grad, retain_graph=True, allow_unused=True, materialize_grads=True)
     with torch.enable_grad():
-        for position in out:
-            (grad,) = torch.autograd.grad(
-                (position * weights).sum(), leaves, retain_graph=True, allow_unused=True, materialize_grads=True
-            )
-            result.append(grad[0].abs().flatten(1).amax(-1).float().cpu())
-    return torch.stack(result)
+        grads = [slope((position * weights).sum(), leaves)[0][0] for position in out]
+    return torch.stack([grad.abs().flatten(1).amax(-1).float().cpu() for grad in grads])
 
 
 def reach(exam: Examination) -> None:
     """A token sees other tokens, and their order matters."""
-    if not exam.called.streams or not exam.called.has_positions:
-        exam.skip("reach", "the output has no positions")
+    if exam.called.why_without_positions:
+        exam.skip("reach", exam.called.why_without_positions)
         return
     seen = exam.look()
     if len(seen) > 1 and not (seen & ~torch.eye(len(seen), dtype=torch.bool)).any():
         advice = "If the model has attention, it has no effect: look at its output projection, its mask and its kernel."
-        exam.failed("reach", "sees-no-other", Severity.FRAGILE, "no token sees any other token", advice)
+        exam.failed("reach", Finding("sees-no-other", FRAGILE, "no token sees any other token", advice))
         return
-    if exam.is_weak:
+    if exam.allowed > SHARE * exam.typical:
         exam.skip("reach", "rounding moves the output about as much as a token")
         return
     if "position_ids" in exam.called.names:
         exam.attempt("reach/positions", partial(_positions, exam))
-    elif exam.expects_relative:
+    elif "relative" in exam.expect:
         judged = "padding on the left judges it" if exam.called.stream.form else "it takes no mask"
         exam.skip("reach/positions", f"it takes no position_ids; {judged}")
     name = exam.called.stream.name
     if exam.inputs[name].shape[1] > 4 and seen[-1].all():
-        order = list(range(exam.inputs[name].shape[1]))
-        order[1], order[3] = order[3], order[1]
+        order = [0, 3, 2, 1, *range(4, exam.inputs[name].shape[1])]
         swapped = {**exam.inputs, name: exam.inputs[name][:, order]}
         if exam.gap(exam.called.answer(swapped)[:, -1], exam.base[:, -1]).is_rounding:
-            exam.note(
-                "no-order", "swapping two earlier tokens does not change the output of the last token", "Are there positions?"
-            )
+            text = "swapping two earlier tokens does not change the output of the last token"
+            exam.note(Finding("no-order", NOTE, text, "Are there positions?"))
     exam.passed("reach")
 
 
@@ -310,17 +254,14 @@ def _positions(exam: Examination, id: str) -> None:
     base, shifted, moved = (called.answer(exam.inputs, position_ids=ids) for ids in (places, places + 3, mixed))
     if exam.gap(moved, base).is_rounding:
         text = "position_ids are ignored: packed documents and padded rows keep their places in the row"
-        exam.note("position-ids-ignored", text, severity=Severity.FRAGILE)
+        exam.note(Finding("position-ids-ignored", FRAGILE, text))
         return
     gap = exam.gap(shifted, base)
-    if exam.expects_relative and not gap.is_rounding:
-        witness = f"adding 3 to all position_ids moves the output by {gap.size:.2g} (a visible token: {exam.typical:.2g})"
-        advice = (
-            "Rotate queries and keys with the same angles and the same pairs of features, or add a bias of the distance alone."
-        )
-        exam.failed(
-            id, "positions-not-relative", Severity.WRONG, "positions are not relative, as declared", advice, witness, gap
-        )
+    if "relative" in exam.expect and not gap.is_rounding:
+        witness = "adding 3 to all position_ids moves the output by {gap.size:.2g} (a visible token: {exam.typical:.2g})"
+        advice = "Rotate queries and keys with the same angles and pairs of features, or add a bias of the distance alone."
+        fault = "positions are not relative, as declared"
+        exam.judge(id, gap, Finding("positions-not-relative", WRONG, fault, advice, witness))
         return
     exam.describe(f"positions are {'relative' if gap.is_rounding else 'absolute'}{_count_of_padding(exam, places)}")
     exam.passed(id)
@@ -331,12 +272,8 @@ def _count_of_padding(exam: Examination, places: Tensor) -> str:
     stream = exam.called.stream
     if stream.form is None:
         return ""
-    keep = torch.ones(places.shape, dtype=torch.bool)
-    keep[1, :3] = False
-    counted = (keep.long().cumsum(-1) - 1).clamp(min=0).to(places.device)
-    plain, with_padding, without = (
-        exam.called.answer(exam.inputs, {stream.name: keep}, **options)
-        for options in ({}, {"position_ids": places}, {"position_ids": counted})
-    )
+    keep = keep_mask(places, slice(3))
+    positions = [{}, {"position_ids": places}, exam.called.counted(keep)]
+    plain, with_padding, without = (exam.called.answer(exam.inputs, {stream.name: keep}, **given) for given in positions)
     is_counted = torch.equal(plain[1], with_padding[1]) and not torch.equal(plain[1], without[1])
     return " and count padding on the left" if is_counted else ""

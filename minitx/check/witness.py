@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from minitx.check.calling import parts_of
 
 TINY = 64.0
 """The tolerance as a multiple of one rounding error. It can be small, because rows of one call are computed alike."""
@@ -55,8 +57,7 @@ def _float_tensors(value: Any) -> Iterator[Tensor]:
         if value.is_floating_point() and value.dim() >= 2:
             yield value.detach().clone()
     else:
-        parts: Any = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-        for part in parts:
+        for part in parts_of(value):
             yield from _float_tensors(part)
 
 
@@ -66,18 +67,15 @@ def _moves(before: list[Tensor], after: list[Tensor], stills: Sequence[Tensor]) 
 
 def _moved(x: Tensor, y: Tensor, still: Tensor) -> bool:
     x_still, y_still = _still_part(x, still), _still_part(y, still)
-    if x_still is None or y_still is None or x_still.shape != y_still.shape or not x_still.numel():
+    if x_still.shape != y_still.shape or not x_still.numel():
         return False
     size = x.nan_to_num(0.0, 0.0, 0.0).abs().max().item()
     gap = (x_still - y_still).abs().nan_to_num(0.0).max().item()
     return gap > TINY * torch.finfo(x.dtype).eps * size
 
 
-def _still_part(x: Tensor, still: Tensor) -> Tensor | None:
-    """The rows and positions of (B, L, ...) or (B, H, L, ...)."""
-    still = still.to(x.device)
-    if x.shape[0] == still.shape[0] and (still.dim() == 1 or x.shape[1] == still.shape[1]):
-        return x[still]
-    if x.shape[0] == still.shape[0] and x.dim() >= 4 and x.shape[2] == still.shape[1]:
-        return x.transpose(1, 2)[still]
-    return None
+def _still_part(x: Tensor, still: Tensor) -> Tensor:
+    """The rows and positions of (B, L, ...) or (B, H, L, ...), and nothing of other shapes."""
+    if still.dim() > 1 and x.dim() >= 4 and x.shape[1] != still.shape[1]:
+        x = x.transpose(1, 2)
+    return x[still.to(x.device)] if x.shape[: still.dim()] == still.shape else x[:0]

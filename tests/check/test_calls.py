@@ -14,7 +14,7 @@ from torch import nn
 
 from minitx.check import Severity, Status, check_attention, mutant
 from minitx.check.cases import CASES, DRAWS, drawn
-from minitx.check.mutants import MUTANTS, STEP_NAMES, attention_in_steps
+from minitx.check.mutants import DEFINITION, MUTANTS, attention_in_steps
 from minitx.check.reference import naive_attention
 from minitx.config import TransformerConfig
 from minitx.nn import DecoderLM, MultiHeadAttention, scaled_dot_product_attention
@@ -46,9 +46,9 @@ def test_the_steps_are_the_definition(experiment):
 
 
 def test_a_mutant_replaces_one_or_two_of_twelve_steps_and_has_advice():
-    assert len(STEP_NAMES) == 12 and len(MUTANTS) >= 50
+    assert len(vars(DEFINITION)) == 12 and len(MUTANTS) >= 50
     for entry in MUTANTS:
-        assert 1 <= len(entry.instead) <= 2 and set(entry.instead) <= set(STEP_NAMES) and entry.advice
+        assert 1 <= len(entry.instead) <= 2 and set(entry.instead) <= vars(DEFINITION).keys() and entry.advice
     assert len({entry.id for entry in MUTANTS}) == len(MUTANTS)
 
 
