@@ -36,7 +36,7 @@ class Pair:
     Attributes:
         is_matched: for each step of the port, whether the reference has it. is_shared: the reverse.
         leaves: the steps in and out of the modules of the reference without children, by path.
-        suspects: the paths of those whose input the port has, but not their output.
+        suspects: the paths of those whose input the port has, but not their output, the first of all layers.
         near: numbers of steps of the port and of the reference around the place where they differ.
     """
 
@@ -45,14 +45,15 @@ class Pair:
         self.modules: dict[str, Any] = dict(model.named_modules())
         self.is_matched, self.is_shared = matched(port.steps, reference.steps), matched(reference.steps, port.steps)
         self.leaves: dict[str, tuple[Step, Step]] = {}
+        self.suspects: dict[str, str] = {}
         inner: dict[str, tuple[Step, bool]] = {}
-        self.suspects: list[str] = []
         for step, is_shared in zip(reference.steps, self.is_shared.tolist(), strict=True):
             if step.kind == "in":
                 inner[step.key] = step, is_shared
             elif step.kind == "out" and step.path in inner and not list(self.modules[step.path].children()):
                 self.leaves.setdefault(step.path, (inner[step.path][0], step))
-                self.suspects += [step.path] if inner[step.path][1] and not is_shared else []
+                if inner[step.path][1] and not is_shared:
+                    self.suspects.setdefault(pattern(step.path), step.path)
         lasts = [max([0, *found.nonzero().flatten().tolist()]) for found in (self.is_matched, self.is_shared)]
         self.near = [slice(max(0, last - 60), last + 60) for last in lasts]
         self.sites = list(zip(reference.sites, port.sites, strict=False))
@@ -70,20 +71,15 @@ class Rotation:
     """A rotation of queries or keys (B, H, L, D).
 
     Attributes:
-        is_halves: whether dimension i is rotated with i + dims/2, or else 2i with 2i + 1.
-        table: complex (L, dims/2), the factors.
+        order: the dimensions that are rotated: the first with the second, the third with the fourth, and so on.
+        table: complex (L, len(order)/2), the factors.
     """
 
-    is_halves: bool
+    order: Tensor
     table: Tensor
 
-    @property
-    def angles(self) -> Tensor:
-        """Return the angle between two positions for each pair."""
-        return torch.angle(self.table[2] * self.table[1].conj())
-
     def __str__(self) -> str:
-        f = self.angles
+        f = torch.angle(self.table[2] * self.table[1].conj())
         if f.abs().max() < CLOSE:
             return "no rotation"
         base = float((f[1] / f[0]).abs()) ** -len(f) if len(f) > 1 else 1.0
@@ -92,30 +88,26 @@ class Rotation:
         words += f", angles times {_number(float(f[0]))}" if is_plain and abs(f[0] - 1) > 1e-5 else ""
         start = float(torch.angle(self.table[1])[0] / f[0]) - 1
         words += f", positions from {_number(start)}" if abs(start) > 1e-5 else ""
-        pairs = f"halves (i, i + {len(f)})" if self.is_halves else "pairs (2i, 2i + 1)"
+        pairs = "pairs (2i, 2i + 1)" if self.order[1] == 1 else f"halves (i, i + {len(f)})"
         return f"rotation of {pairs} in {2 * len(f)} dimensions, {words}"
 
-    def complex(self, x: Tensor) -> Tensor:
-        """Return the rotated dimensions of (B, H, L, D) as complex numbers."""
-        x = x[..., : 2 * self.table.shape[1]].double()
-        return torch.view_as_complex((x.unflatten(-1, (2, -1)).mT if self.is_halves else x.unflatten(-1, (-1, 2))).contiguous())
-
-    def apply(self, x: Tensor, back: bool = False) -> Tensor:
-        """Rotate (B, H, L, D), or undo the rotation."""
-        y = torch.view_as_real(self.complex(x) * (1 / self.table if back else self.table))
-        return torch.cat(((y.mT if self.is_halves else y).flatten(-2), x[..., 2 * self.table.shape[1] :]), -1).to(x.dtype)
+    def apply(self, x: Tensor, table: Tensor) -> Tensor:
+        """Multiply the pairs of dimensions of (B, H, L, D), as complex numbers, by other factors."""
+        y = x.clone()
+        y[..., self.order] = torch.view_as_real(_complex(x, self.order) * table).flatten(-2).to(x.dtype)
+        return y
 
     @staticmethod
     def between(before: Tensor, after: Tensor) -> Rotation | None:
         """Return the rotation from one tensor to another, perhaps with the pairs in the other layout afterwards, or None."""
-        L, D = before.shape[2:]
-        for is_halves, is_turned, part in product((True, False), (False, True), (1, 2, 4)):
-            if D % (2 * part) == 0:
-                ones = torch.ones(L, D // part // 2, dtype=torch.complex128, device=before.device)
-                z, w = Rotation(is_halves, ones).complex(before), Rotation(is_halves ^ is_turned, ones).complex(after)
-                table, rest = (w * z.conj()).sum((0, 1)) / z.abs().square().sum((0, 1)), slice(D // part, D)
+        D = before.shape[-1]
+        for part in [part for part in (1, 2, 4) if D % (2 * part) == 0]:
+            places, rest = torch.arange(D // part, device=before.device), slice(D // part, D)
+            for one, two in product((places.view(2, -1).mT.flatten(), places), repeat=2):
+                z, w = _complex(before, one), _complex(after, two)
+                table = (w * z.conj()).sum((0, 1)) / z.abs().square().sum((0, 1))
                 if _is_close(z * table, w) and (part == 1 or _is_close(before[..., rest], after[..., rest])):
-                    return Rotation(is_halves, table)
+                    return Rotation(one, table)
         return None
 
     @staticmethod
@@ -123,7 +115,8 @@ class Rotation:
         """Return the rotation of the queries or keys of an attention. Without one, the angles are zero."""
         after = after[:, _distinct(after)]
         H, L, D = after.shape[1:]
-        found = [Rotation(True, torch.ones(L, D // 2, dtype=torch.complex128, device=after.device))]
+        places = torch.arange(D, device=after.device)
+        found = [Rotation(places, torch.ones(L, D // 2, dtype=torch.complex128, device=after.device))]
         for step in trace.steps[: site.start]:
             if step.value.shape[-1] == H * D:
                 before = step.value.unflatten(-1, (H, D)).transpose(1, 2)
@@ -133,26 +126,26 @@ class Rotation:
         return min(found[1:] or found, key=lambda rotation: float(torch.angle(rotation.table[0]).abs().max()))  # not (-b, a)
 
 
+def _complex(x: Tensor, order: Tensor) -> Tensor:
+    return torch.view_as_complex(x.double()[..., order].unflatten(-1, (-1, 2)))
+
+
 def rotary(pair: Pair) -> Iterator[Change]:
     """The rotation of the port."""
-    found: dict[str, list[list[Rotation]]] = {"query": [], "key": []}
-    for sites, name in product(pair.sites, found):
+    found: dict[tuple[str, int], list[Rotation]] = {}
+    for sites, name in product(pair.sites, ("query", "key")):
         sides = zip((pair.reference, pair.port), sites, strict=True)
-        found[name].append([Rotation.of(trace, site, getattr(site, name)) for trace, site in sides])
+        found[name, sites[0].number] = [Rotation.of(trace, site, getattr(site, name)) for trace, site in sides]
 
-    def turn(name: str) -> Function:
-        def change(site: Site, args: tuple, x: Tensor) -> Tensor:
-            ours, theirs = found[name][site.number]
-            unscaled = theirs.table / theirs.table.abs().mean() * ours.table.abs().mean()  # a scale of queries is one of scores
-            return Rotation(theirs.is_halves, unscaled).apply(ours.apply(x, back=True))
+    def turn(name: str, site: Site, args: tuple, x: Tensor) -> Tensor:
+        ours, theirs = found[name, site.number]
+        size = ours.table.abs().mean() / theirs.table.abs().mean()  # a scale of queries is one of scores
+        return theirs.apply(ours.apply(x, 1 / ours.table), theirs.table * size)
 
-        return change
-
-    words = {name: [str(rotation) for rotation in tables[0]] for name, tables in found.items() if tables}
+    words = {name: [str(rotation) for rotation in both] for (name, number), both in found.items() if number == 0}
     if differ := [name for name, (one, two) in words.items() if one != two]:
-        text = "{1}; in the reference {0}".format(*words[differ[0]])
-        text += f" ({differ[0]} only)" if len(differ) == 1 else ""
-        yield Change("rotary", text, {name: turn(name) for name in found})
+        text = "{1}; in the reference {0}".format(*words[differ[0]]) + f" ({differ[0]} only)" * (len(differ) == 1)
+        yield Change("rotary", text, {name: partial(turn, name) for name in words})
 
 
 def visible(pair: Pair) -> Iterator[Change]:
@@ -206,7 +199,7 @@ def _fit(x: Tensor, y: Tensor) -> tuple[float, float] | None:
     if not len(x):
         return None
     best, step = torch.inf, 1.1
-    if spread(best)[0] > CLOSE:
+    if not _is_close(x * spread(best)[1], y):
         best = min([float(y.abs().max()) * 1.0001 * step**n for n in range(100)], key=lambda cap: spread(cap)[0])
         for _ in range(60):
             best = min((best / step, best, best * step), key=lambda cap: spread(cap)[0])
@@ -254,14 +247,11 @@ def _distinct(x: Tensor) -> list[int]:
 
 def features(pair: Pair) -> Iterator[Change]:
     """The order of the features of projections with the same input."""
-    groups: list[list[str]] = []
-    last: Tensor | None = None
+    groups: dict[tuple[float, ...], list[str]] = {}
     for path, (inner, _) in pair.leaves.items():
         if max((p.dim() for p in pair.modules[path].parameters()), default=0) == 2 and inner.value.shape[-1] > 1:
-            groups = groups if last is not None and _is_close(inner.marks, last) else [*groups, []]
-            groups[-1].append(path)
-            last = inner.marks
-    for group in {tuple(map(pattern, group)): group for group in reversed(groups)}.values():
+            groups.setdefault(tuple(inner.marks.flatten().tolist()), []).append(path)
+    for group in {tuple(map(pattern, group)): group for group in reversed(groups.values())}.values():
         sizes = [pair.leaves[path][1].value.shape[-1] for path in group]
         beside = {module: modules for modules in zip(*map(pair.alike, group), strict=False) for module in modules}
         for id, text, order in _orders(pair, sum(sizes)):
@@ -294,20 +284,13 @@ def _orders(pair: Pair, total: int) -> Iterator[tuple[str, str, Tensor]]:
 
 def modules(pair: Pair) -> Iterator[Change]:
     """Other numbers in a module, another module in its place, or none."""
-    tables = [path for path, module in pair.modules.items() if isinstance(module, nn.Embedding)]
-    done: set[Any] = set()
-    for path in [*pair.suspects, *tables]:
-        for scope, (id, text, function) in product(_scopes(pair, path), _variants(pair, path, tables)):
-            if (name := (text, frozenset(scope))) not in done:
-                done.add(name)
-                yield Change(id, f"{path}: {text}", dict.fromkeys(scope, function))
-        layer = re.match(r"\D*\d+\.", path)
-        for other in [other for other in pair.leaves if layer and other.startswith(layer[0]) and other != path]:
-            if (
-                _kind(pair.modules[path])[1] == _kind(pair.modules[other])[1] != []
-                and (pattern(path), pattern(other)) not in done
-            ):
-                done.add((pattern(path), pattern(other)))
+    tables = {pattern(path): path for path, module in pair.modules.items() if isinstance(module, nn.Embedding)}
+    for path in (pair.suspects | tables).values():
+        for scope, (id, text, function) in product(_scopes(pair, path), _variants(pair, path, list(tables.values()))):
+            yield Change(id, f"{path}: {text}", dict.fromkeys(scope, function))
+        layer, (_, shapes) = re.match(r"\D*\d+\.", path), _kind(pair.modules[path])
+        for other in [other for other in pair.leaves if layer and shapes and other.startswith(layer[0]) and other != path]:
+            if shapes == _kind(pair.modules[other])[1]:
                 given = dict(zip(pair.alike(path), pair.alike(other), strict=False))
                 for text, beside in (("and {} are swapped", {b: a for a, b in given.items()} | given), ("is {}", given)):
                     change = lambda module, args, out, beside=beside: beside[module].forward(*args)  # noqa: E731
@@ -385,7 +368,7 @@ def _norms(pair: Pair, module: Any, weight: str) -> Iterator[tuple[str, str, Fun
 
 def norm_order(pair: Pair) -> Iterator[Change]:
     """Norms of queries and keys after their rotation."""
-    kinds = [_scopes(pair, path)[0] for path in pair.suspects if _is_norm(pair, path)]
+    kinds = [_scopes(pair, path)[0] for path in pair.suspects.values() if _is_norm(pair, path)]
     for norms in [norms for norms in kinds if len(norms) == 2 * len(pair.sites)]:
         late = {name: partial(_late, norms[n::2]) for n, name in enumerate(("query", "key"))}
         text = "norms of queries and keys are after the rotation"
@@ -405,11 +388,10 @@ def activations(pair: Pair) -> Iterator[Change]:
         if names and not is_shared and step.key not in done:
             done.add(step.key)
             places = pair.alike(step.path) if step.kind == "out" else [step.key]
-            for name in ACTIVATIONS.keys() - names:
+            for name in [name for name in ACTIVATIONS if name not in names]:
                 hook = lambda owner, args, out, f=ACTIVATIONS[name]: f(args[0])  # noqa: E731
-                yield Change(
-                    "activation", f"the activation is {name}, in the reference {names[0]}", dict.fromkeys(places, hook)
-                )
+                text = f"the activation is {name}, in the reference {names[0]}"
+                yield Change("activation", text, dict.fromkeys(places, hook))
 
 
 def multipliers(pair: Pair) -> Iterator[Change]:
@@ -425,6 +407,7 @@ def multipliers(pair: Pair) -> Iterator[Change]:
         columns, found = torch.stack([pair.reference.flat(term).flatten() for term in terms], 1), dict[str, list[float]]()
         for other in [other.value for other in pair.port.steps[pair.near[0]] if other.value.shape == step.value.shape]:
             factors = torch.linalg.lstsq(columns, other.reshape(-1, 1)).solution.flatten()
+            factors = factors.where(factors.abs() > CLOSE * factors.abs().max(), 0.0)
             is_other = factors.norm() > 1e-3 and not _is_close(factors, torch.ones_like(factors))
             if is_other and _is_close(columns @ factors, other.flatten()):
                 a, b = [_number(factor) for factor in (*factors.tolist(), 0.0)[:2]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -120,7 +121,7 @@ class Trace(TorchFunctionMode):
         super().__init__()
         self.B, self.L = ids.shape
         self.changes, self.steps, self.sites = changes, list[Step](), list[Site]()
-        self._paths, self._counts, self._is_recording = [""], [0], False
+        self._paths, self._counts, self._is_recording = [""], [Counter[str]()], False
         generator = torch.Generator().manual_seed(0)
         self._sums = torch.randn(3, ids.numel(), generator=generator, dtype=torch.float64).to(ids.device)
         with ExitStack() as stack:
@@ -139,7 +140,7 @@ class Trace(TorchFunctionMode):
     def _watch(self, path: str, module: nn.Module, stack: ExitStack) -> None:
         def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._paths.append(path)
-            self._counts.append(0)
+            self._counts.append(Counter())
             self._record(self._paths[-2], "in", path, (args, kwargs), ())
 
         def end(module: nn.Module, args: Any, out: Any) -> Any:
@@ -163,9 +164,9 @@ class Trace(TorchFunctionMode):
                 out = _einsum(*args) if name == "einsum" else _attention(*args, **kwargs)
             if out is not None:
                 return out
-        self._counts[-1] += 1
+        self._counts[-1][name] += 1
         path = self._paths[-1]
-        key, start = f"{pattern(path)} {name} {self._counts[-1]}", len(self.steps)
+        key, start = f"{pattern(path)} {name} {self._counts[-1][name]}", len(self.steps)
         is_changed = any(key in change.outputs for change in self.changes)
         before = args[0].clone() if is_changed and isinstance(args[0], Tensor) else None  # a function may change it in place
         if name in ("matmul", "__matmul__", "bmm") and args[0].dim() == args[1].dim() > 2 and args[0].shape[-2] == L:
