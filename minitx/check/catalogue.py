@@ -183,7 +183,8 @@ def scales(pair: Pair) -> Iterator[Change]:
             ours, theirs = (_fit(raw[is_seen], side[is_seen]) for side in both)
             if ours and theirs and (text := _scale_text(what, width, *ours, *theirs)):
                 change = lambda owner, args, x, fit=theirs: _capped(owner.raw, *fit).where(x > LOW, x)  # noqa: E731
-                yield Change(*text, {"scores" if what == "scores" else "": change})
+                scaled = {"raw": partial(_combined, [theirs[0] / ours[0]])}
+                yield Change(*text, scaled if text[0] == "scale" else {"scores" if what == "scores" else "": change})
 
 
 def _fit(x: Tensor, y: Tensor) -> tuple[float, float] | None:

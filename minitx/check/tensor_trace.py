@@ -33,7 +33,7 @@ class Change:
 
     Attributes:
         outputs: functions of (owner, arguments, output) that return another output, by the place of the output: a module, the key of a
-            step, "query", "key", "value", "scores" and "merged" of all attentions, or "": the output of the model. The owner is the
+            step, "query", "key", "raw", "scores", "value" and "merged" of all attentions, or "": the output of the model. The owner is the
             module, the ``Site`` of an attention, or the ``Trace``.
     """
 
@@ -185,8 +185,8 @@ class Trace(TorchFunctionMode):
             self.sites.append(site := Site(len(self.sites), start, self._heads(left), self._heads(right.mT)))
             query, key = (self._changed(name, site, (), getattr(site, name)) for name in ("query", "key"))
             out = func(query.reshape(left.shape), key.reshape(right.mT.shape).mT)
-            site.raw = self._heads(out)
-            return out
+            site.raw = self._changed("raw", site, (), self._heads(out))
+            return site.raw.reshape(out.shape)
         if left.shape[-1] == right.shape[-2] == self.L and self.sites and (site := self.sites[-1]).value is None:
             site.value = value = self._heads(right)
             out = func(left, self._changed("value", site, (), value).reshape(right.shape))
