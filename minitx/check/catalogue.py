@@ -41,7 +41,7 @@ class Pair:
     """
 
     def __init__(self, port: Trace, reference: Trace, model: nn.Module) -> None:
-        self.port, self.reference, self.model = port, reference, model
+        self.port, self.reference = port, reference
         self.modules: dict[str, Any] = dict(model.named_modules())
         self.is_matched, self.is_shared = matched(port.steps, reference.steps), matched(reference.steps, port.steps)
         self.leaves: dict[str, tuple[Step, Step]] = {}
@@ -356,7 +356,7 @@ def _norms(pair: Pair, module: Any, weight: str) -> Iterator[tuple[str, str, Fun
         yield "norm-eps", f"eps is {other:.0e}, in the reference {eps:.0e}", change
     D = pair.reference.sites[0].query.shape[-1] if pair.reference.sites else 1
 
-    def change(m: Any, args: tuple, out: Tensor) -> Tensor:
+    def over_others(m: Any, args: tuple, out: Tensor) -> Tensor:
         square = args[0].square()
         heads = [axis for axis in range(1, square.dim() - 1) if square.shape[axis] != pair.reference.L]
         by_head = square.unflatten(-1, (-1, D)).mean(-1).repeat_interleave(D, -1)
@@ -364,7 +364,7 @@ def _norms(pair: Pair, module: Any, weight: str) -> Iterator[tuple[str, str, Fun
         return out * ((square.mean(-1, keepdim=True) + eps) / (other + eps)).sqrt()
 
     words = ["all heads", "each head"] if len(module._parameters[weight]) == D else ["each head", "all heads"]
-    yield "norm-heads", "the norm is over {}, in the reference over {}".format(*words), change
+    yield "norm-heads", "the norm is over {}, in the reference over {}".format(*words), over_others
 
 
 def norm_order(pair: Pair) -> Iterator[Change]:
@@ -405,7 +405,8 @@ def multipliers(pair: Pair) -> Iterator[Change]:
         done.add(step.key)
         is_sum = step.kind in SUMS and all(isinstance(term, Tensor) for term in step.args[:2])
         terms = torch.broadcast_tensors(*step.args[:2]) if is_sum else [step.value]
-        columns, found = torch.stack([pair.reference.flat(term).flatten() for term in terms], 1), dict[str, list[float]]()
+        flats = [flat.flatten() for term in terms if (flat := pair.reference.flat(term)) is not None]
+        columns, found = torch.stack(flats, 1), dict[str, list[float]]()
         for other in [other.value for other in pair.port.steps[pair.near[0]] if other.value.shape == step.value.shape]:
             factors = torch.linalg.lstsq(columns, other.reshape(-1, 1)).solution.flatten()
             factors = factors.where(factors.abs() > CLOSE * factors.abs().max(), 0.0)

@@ -89,15 +89,6 @@ class Site:
 class Wide(TorchFunctionMode):
     """Keep the steps of a float64 model in float64."""
 
-    def __enter__(self) -> Wide:
-        self.default = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        torch.set_default_dtype(self.default)
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = torch.Tensor.double if getattr(func, "__name__", "") in ("float", "half", "bfloat16") else func
         return func(*map(_widened, args), **{key: _widened(value) for key, value in (kwargs or {}).items()})
@@ -171,7 +162,7 @@ class Trace(TorchFunctionMode):
         before = args[0].clone() if is_changed and isinstance(args[0], Tensor) else None  # a function may change it in place
         if name in ("matmul", "__matmul__", "bmm") and args[0].dim() == args[1].dim() > 2 and args[0].shape[-2] == L:
             out = self._product(start, func, *args[:2])
-        elif name == "softmax" and self.sites and args[0].numel() == self.sites[-1].raw.numel():
+        elif name == "softmax" and self.sites and args[0].shape[-1] == L and args[0].numel() == self.sites[-1].raw.numel():
             self.sites[-1].scores = scores = self._changed("scores", self.sites[-1], (), self._heads(args[0]))
             out = func(scores.reshape(args[0].shape), *args[1:], **kwargs)
         else:
@@ -218,13 +209,12 @@ class Trace(TorchFunctionMode):
         if not isinstance(tensor, Tensor) or not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dim() < 2:
             return None
         tensor, B, L = torch.view_as_real(tensor) if tensor.is_complex() else tensor, self.B, self.L
-        shape = tensor.shape
-        if shape[0] == B * L:
+        if tensor.shape[0] == B * L:
             return tensor.reshape(B, L, -1)
-        if shape[:2] == (L, B):
-            return tensor.transpose(0, 1).flatten(2) if tensor.dim() > 2 else None
-        if shape[0] != B and tensor.dim() == 3 and shape[1] == L and shape[0] % B == 0:  # (B · H, L, D)
-            tensor = tensor.reshape(B, -1, L, shape[2])
+        if tensor.shape[:2] == (L, B):
+            tensor = tensor.transpose(0, 1)
+        elif tensor.shape[0] != B and tensor.dim() == 3 and tensor.shape[1] == L and tensor.shape[0] % B == 0:  # (B · H, L, D)
+            tensor = tensor.reshape(B, -1, L, tensor.shape[2])
         axis = next((axis for axis in range(1, tensor.dim()) if tensor.shape[axis] == L), None)
         return None if axis is None or tensor.dim() < 3 or tensor.shape[0] != B else tensor.movedim(axis, 1).flatten(2)
 

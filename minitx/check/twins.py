@@ -99,6 +99,8 @@ def twin(
 def _called(models: Sequence[nn.Module], seed: int, device: Any, wide: ExitStack) -> list[CalledModel]:
     """Find out how to call copies of the models, in float64 if possible."""
     try:
+        wide.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(torch.float64)
         wide.enter_context(Wide())
         return [make_called(model, seed, device, torch.float64) for model in models]
     except CannotBeCalledError:
@@ -200,9 +202,7 @@ class _Comparison:
     def best(self, current: Trace) -> tuple[Change, Trace] | None:
         """Return the change that makes most further tensors equal, and the call with it."""
         pair, best, most = Pair(self.target, current, self.ours.model), None, 0
-        is_module = torch.tensor([step.kind in ("in", "out") for step in self.target.steps]).to(pair.is_matched.device)
         for generate in CATALOGUE:
-            has_module = False
             with contextlib.suppress(*UNFIT):
                 for change in generate(pair):
                     try:
@@ -210,13 +210,12 @@ class _Comparison:
                     except UNFIT:
                         continue
                     now = matched(self.target.steps, trace.steps)
-                    gained = now & ~pair.is_matched
-                    gain = int(gained.sum()) - 10 * int((pair.is_matched & ~now).sum())
+                    gain = int((now & ~pair.is_matched).sum()) - 10 * int((pair.is_matched & ~now).sum())
                     if self.gap(trace).is_rounding:
                         return change, trace
                     if gain > most:
-                        best, most, has_module = (change, trace), gain, bool((gained & is_module).any())
-            if has_module and generate in MEASURED:
+                        best, most = (change, trace), gain
+            if best is not None and generate in MEASURED:
                 break
         return best
 
