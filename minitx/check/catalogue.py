@@ -150,8 +150,8 @@ def rotary(pair: Pair) -> Iterator[Change]:
 
 def visible(pair: Pair) -> Iterator[Change]:
     """The keys that the port sees."""
-    seen = {ours.number: (theirs.visible, ours.visible) for ours, theirs in pair.sites}
-    seen = {number: both for number, both in seen.items() if not torch.equal(*both)}
+    both = [(ours.number, theirs.visible, ours.visible) for ours, theirs in pair.sites]
+    seen = {number: (one, two) for number, one, two in both if not torch.equal(one, two)}
 
     def scores(site: Site, args: tuple, x: Tensor) -> Tensor:
         if site.number not in seen:
@@ -254,14 +254,15 @@ def features(pair: Pair) -> Iterator[Change]:
             groups.setdefault(tuple(inner.marks.flatten().tolist()), []).append(path)
     for group in {tuple(map(pattern, group)): group for group in reversed(groups.values())}.values():
         sizes = [pair.leaves[path][1].value.shape[-1] for path in group]
-        beside = {module: modules for modules in zip(*map(pair.alike, group), strict=False) for module in modules}
+        fused = {module: modules for modules in zip(*map(pair.alike, group), strict=False) for module in modules}
         for id, text, order in _orders(pair, sum(sizes)):
+            change = partial(_reordered, fused, sizes, order)
+            yield Change(id, f"{' and '.join(group)}: {text}", dict.fromkeys(fused, change))
 
-            def change(module: Any, args: tuple, out: Tensor, order: Tensor = order) -> Tensor:
-                both = torch.cat([one.forward(*args) for one in beside[module]], -1)  # noqa: B023
-                return both[..., order].split(sizes, -1)[beside[module].index(module)]  # noqa: B023
 
-            yield Change(id, f"{' and '.join(group)}: {text}", dict.fromkeys(beside, change))
+def _reordered(fused: dict[Any, tuple], sizes: list[int], order: Tensor, module: Any, args: tuple, out: Tensor) -> Tensor:
+    features = torch.cat([one.forward(*args) for one in fused[module]], -1)
+    return features[..., order].split(sizes, -1)[fused[module].index(module)]
 
 
 def _orders(pair: Pair, total: int) -> Iterator[tuple[str, str, Tensor]]:
@@ -293,9 +294,9 @@ def modules(pair: Pair) -> Iterator[Change]:
         for other in [other for other in pair.leaves if layer and shapes and other.startswith(layer[0]) and other != path]:
             if shapes == _kind(pair.modules[other])[1]:
                 given = dict(zip(pair.alike(path), pair.alike(other), strict=False))
-                for text, beside in (("and {} are swapped", {b: a for a, b in given.items()} | given), ("is {}", given)):
-                    change = lambda module, args, out, beside=beside: beside[module].forward(*args)  # noqa: E731
-                    yield Change("swapped-weights", f"{path} {text.format(other)}", dict.fromkeys(beside, change))
+                for text, sources in (("and {} are swapped", {b: a for a, b in given.items()} | given), ("is {}", given)):
+                    change = lambda module, args, out, sources=sources: sources[module].forward(*args)  # noqa: E731
+                    yield Change("swapped-weights", f"{path} {text.format(other)}", dict.fromkeys(sources, change))
 
 
 def _scopes(pair: Pair, path: str) -> list[list[Any]]:
@@ -430,11 +431,11 @@ MEASURED = (rotary, visible, scales, heads)
 CATALOGUE = (*MEASURED, multipliers, norm_order, modules, activations, features)
 
 
-def _is_close(x: Tensor, y: Tensor, tolerance: float = CLOSE) -> bool:
+def _is_close(x: Tensor, y: Tensor) -> bool:
     """Return whether two tensors are equal to rounding."""
     if x.shape != y.shape and y.dim():
         return False
-    return bool((x - y).abs().max() <= tolerance * torch.maximum(x.abs().max(), y.abs().max()))
+    return bool((x - y).abs().max() <= CLOSE * torch.maximum(x.abs().max(), y.abs().max()))
 
 
 def _number(value: float) -> str:
