@@ -186,8 +186,8 @@ class Trace(TorchFunctionMode):
 
     def _changed(self, key: Any, owner: Any, args: tuple, out: Any) -> Any:
         for function in [change.outputs[key] for change in self.changes if key in change.outputs]:
-            out = function(owner, args, out)
-            self._record(self._paths[-1], "changed", str(key), out, ())
+            before, out = out, function(owner, args, out)
+            self._record(self._paths[-1], "changed", str(key), (before, out), ())  # the port may have both
         return out
 
     def _heads(self, tensor: Tensor) -> Tensor:
