@@ -157,7 +157,7 @@ def visible(pair: Pair) -> Iterator[Change]:
         if site.number not in seen:
             return x
         fit = _fit(site.raw[x > LOW], x[x > LOW])
-        return (_capped(site.raw, *fit) if fit else x).where(seen[site.number][0], -torch.inf)
+        return x.where(x > LOW, _capped(site.raw, *fit) if fit else site.whole).where(seen[site.number][0], -torch.inf)
 
     if seen:
         words = [_reach(side) for side in next(iter(seen.values()))]

@@ -69,7 +69,7 @@ class Site:
 
     Attributes:
         start: the number of steps before the product of queries and keys.
-        raw: the product of queries and keys. scores: the argument of the softmax.
+        raw: the product of queries and keys. scores: the argument of the softmax. whole: the last scores of which none is hidden.
     """
 
     number: int
@@ -78,6 +78,7 @@ class Site:
     key: Tensor
     raw: Tensor = field(default_factory=lambda: torch.empty(0))
     scores: Tensor = field(default_factory=lambda: torch.empty(0))
+    whole: Tensor = field(default_factory=lambda: torch.empty(0))
     value: Tensor | None = None
 
     @property
@@ -169,6 +170,8 @@ class Trace(TorchFunctionMode):
             out = func(*args, **kwargs)
         out = self._changed(key, self, (before, *args[1:]), out)
         self._record(path, name, key, out, tuple(args))
+        if self.sites and getattr(out, "shape", None) == self.sites[-1].raw.shape and bool((out > LOW).all()):
+            self.sites[-1].whole = out
         return out
 
     def _product(self, start: int, func: Any, left: Tensor, right: Tensor) -> Tensor:

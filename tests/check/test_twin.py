@@ -117,6 +117,12 @@ def test_two_mistakes_are_both_named():
     assert [finding.id for finding in report.findings] == ["rotary", "multiplier"]
 
 
+def test_a_wider_window_is_named_if_scores_have_a_bias():
+    bias = ("self.dim**-0.5\n", "self.dim**-0.5 - 0.3 * (places[:, None] - places).abs()\n")
+    report = twin(model(bias, MISTAKES["window"][-2:]), model(bias))
+    assert [finding.id for finding in report.findings] == ["visible"], report
+
+
 def test_a_mistake_outside_the_catalogue_is_not_named():
     one_layer = ("in range(2)", "in range(1)")
     report = twin(model(one_layer, ("silu(gate)", "silu(gate).roll(1, 1)")), model(one_layer))
