@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import permutations, product
@@ -318,17 +318,17 @@ def _kind(module: nn.Module) -> tuple[type, list[torch.Size]]:
 
 
 def with_values(module: nn.Module, args: tuple, **values: Any) -> Tensor:
-    """Return the output of a copy of a module with other parameters or attributes."""
-    other: Any = copy.copy(module)
-    other._parameters = dict(module._parameters)
-    for name, value in values.items():
-        setattr(other, name, nn.Parameter(value) if isinstance(value, Tensor) else value)
-    return other.forward(*args)
+    """Return the output of a module with other parameters or attributes, which it loses afterwards."""
+    with ExitStack() as stack:
+        for name, value in values.items():
+            stack.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, nn.Parameter(value) if isinstance(value, Tensor) else value)
+        return module.forward(*args)
 
 
 def _variants(pair: Pair, path: str, tables: list[str]) -> Iterator[tuple[str, str, Function]]:
     """Other outputs of a module."""
-    module, parameters = pair.modules[path], pair.modules[path]._parameters
+    module, parameters = pair.modules[path], dict(pair.modules[path].named_parameters(recurse=False))
     if path in tables:
         for n in (1, 2, -1, -2) if len(tables) > 1 else ():
             shift = lambda m, args, out, n=n: m.forward((args[0] + n).clamp(0, m.num_embeddings - 1))  # noqa: E731
@@ -347,7 +347,7 @@ def _variants(pair: Pair, path: str, tables: list[str]) -> Iterator[tuple[str, s
 
 def _norms(pair: Pair, module: Any, weight: str) -> Iterator[tuple[str, str, Function]]:
     for n, text in ((1, "1 + weight, in the reference by weight"), (-1, "weight, in the reference by 1 + weight")):
-        change = lambda m, args, out, n=n: with_values(m, args, **{weight: m._parameters[weight] + n})  # noqa: E731
+        change = lambda m, args, out, n=n: with_values(m, args, **{weight: getattr(m, weight) + n})  # noqa: E731
         yield "norm-weight", f"the norm multiplies by {text}", change
     centred = lambda m, args, out: m.forward(args[0] - args[0].mean(-1, keepdim=True), *args[1:])  # noqa: E731
     yield "norm-kind", "the norm subtracts the mean, unlike in the reference", centred
@@ -364,7 +364,7 @@ def _norms(pair: Pair, module: Any, weight: str) -> Iterator[tuple[str, str, Fun
         other = square.mean((*heads, -1), keepdim=True) if heads else by_head
         return out * ((square.mean(-1, keepdim=True) + eps) / (other + eps)).sqrt()
 
-    words = ["all heads", "each head"] if len(module._parameters[weight]) == D else ["each head", "all heads"]
+    words = ["all heads", "each head"] if len(getattr(module, weight)) == D else ["each head", "all heads"]
     yield "norm-heads", "the norm is over {}, in the reference over {}".format(*words), over_others
 
 
