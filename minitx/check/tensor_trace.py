@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -31,19 +32,14 @@ class Change:
     """A change of a model.
 
     Attributes:
-        outputs: functions of (arguments, output) that return another output, by module or by the key of a step; "": of the model.
-        inputs: functions of the positional arguments that return others, by module.
-        tensors: other values, by parameter. attributes: other values, by module and name.
-        attention: functions of (site, tensor) that return another query, key, value, scores or merged.
+        outputs: functions of (owner, arguments, output) that return another output, by the place of the output: a module, the key of a
+            step, "query", "key", "raw", "scores", "value" and "merged" of all attentions, or "": the output of the model. The owner is the
+            module, the ``Site`` of an attention, or the ``Trace``.
     """
 
     id: str
     text: str
-    outputs: Mapping[Any, Function] = field(default_factory=dict)
-    inputs: Mapping[nn.Module, Function] = field(default_factory=dict)
-    tensors: Mapping[Any, Tensor] = field(default_factory=dict)
-    attributes: Mapping[tuple[nn.Module, str], Any] = field(default_factory=dict)
-    attention: Mapping[str, Function] = field(default_factory=dict)
+    outputs: Mapping[Any, Function]
 
 
 @dataclass(eq=False)
@@ -69,22 +65,20 @@ class Step:
 
 @dataclass(eq=False)
 class Site:
-    """One attention: query, key and value (B, H, L, D), scores and weights (B, H, L, L).
+    """One attention: query, key and value (B, H, L, D), their product and the scores (B, H, L, L).
 
     Attributes:
         start: the number of steps before the product of queries and keys.
-        chain: (name, argument, result) of the functions from the product to the softmax.
+        raw: the product of queries and keys. scores: the argument of the softmax. whole: the last scores of which none is hidden.
     """
 
     number: int
-    path: str
     start: int
     query: Tensor
     key: Tensor
-    shape: torch.Size
-    chain: list[tuple[str, Any, Tensor]] = field(default_factory=list)
+    raw: Tensor = field(default_factory=lambda: torch.empty(0))
     scores: Tensor = field(default_factory=lambda: torch.empty(0))
-    weights: Tensor | None = None
+    whole: Tensor = field(default_factory=lambda: torch.empty(0))
     value: Tensor | None = None
 
     @property
@@ -92,36 +86,9 @@ class Site:
         """Return which keys have a weight in any head and row, bool (L, L)."""
         return (self.scores > LOW).flatten(0, -3).any(0)
 
-    @property
-    def unmasked(self) -> Tensor:
-        """Return the scores before keys are hidden."""
-        seen = self.scores > LOW
-        for _, _, tensor in reversed(self.chain):
-            if (tensor > LOW).all() and torch.allclose(tensor[seen], self.scores[seen], rtol=1e-6):
-                return tensor
-        raise ValueError("the scores before the mask are not known")
-
-    @property
-    def uncapped(self) -> tuple[Tensor, float]:
-        """Return the scores before keys are hidden and capped, and the cap."""
-        for name, argument, result in self.chain:
-            if name == "tanh":
-                cap = float((self.unmasked / result).nanmedian())
-                return argument * cap, cap
-        return self.unmasked, torch.inf
-
 
 class Wide(TorchFunctionMode):
     """Keep the steps of a float64 model in float64."""
-
-    def __enter__(self) -> Wide:
-        self.default = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        torch.set_default_dtype(self.default)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = torch.Tensor.double if getattr(func, "__name__", "") in ("float", "half", "bfloat16") else func
@@ -146,39 +113,35 @@ class Trace(TorchFunctionMode):
         super().__init__()
         self.B, self.L = ids.shape
         self.changes, self.steps, self.sites = changes, list[Step](), list[Site]()
-        self._paths, self._counts, self._is_recording = [""], [0], False
+        self._paths, self._counts, self._is_recording = [""], [Counter[str]()], False
         generator = torch.Generator().manual_seed(0)
         self._sums = torch.randn(3, ids.numel(), generator=generator, dtype=torch.float64).to(ids.device)
         with ExitStack() as stack:
-            for change in changes:
-                for parameter, value in [(parameter, value.clone()) for parameter, value in change.tensors.items()]:
-                    stack.callback(parameter.data.copy_, parameter.data.clone())
-                    parameter.data.copy_(value)
-                for (module, name), value in change.attributes.items():
-                    stack.callback(setattr, module, name, getattr(module, name))
-                    setattr(module, name, value)
-                for module, function in change.outputs.items():
-                    if isinstance(module, nn.Module):
-                        stack.enter_context(module.register_forward_hook(_output_hook(function)))
-                for module, function in change.inputs.items():
-                    stack.enter_context(module.register_forward_pre_hook(lambda module, args, f=function: f(args)))  # type: ignore[misc]
             for path, module in model.named_modules():
                 self._watch(path, module, stack)
             with self:
                 self.output = call()
-        for change in changes:
-            self.output = change.outputs[""]((), self.output) if "" in change.outputs else self.output
+        self.output = self._changed("", self, (), self.output)
         self._record("", "out", "output", self.output, ())
+
+    @property
+    def raw(self) -> Tensor:
+        """Return the output of the last module, such as logits before a soft-cap."""
+        return next((step.value for step in reversed(self.steps) if step.kind == "out" and step.path), self.output)
 
     def _watch(self, path: str, module: nn.Module, stack: ExitStack) -> None:
         def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._paths.append(path)
-            self._counts.append(0)
+            self._counts.append(Counter())
             self._record(self._paths[-2], "in", path, (args, kwargs), ())
 
-        def end(module: nn.Module, args: Any, out: Any) -> None:
+        def end(module: nn.Module, args: Any, out: Any) -> Any:
+            first = out if isinstance(out, Tensor) else next(_tensors(out), None)
+            changed = self._changed(module, module, args, first)
+            out = out if changed is first else changed if first is out else type(out)([changed, *out[1:]])
             del self._paths[-1], self._counts[-1]
             self._record(path, "out", path, out, args)
+            return out
 
         if path:
             stack.enter_context(module.register_forward_pre_hook(begin, with_kwargs=True))
@@ -193,47 +156,42 @@ class Trace(TorchFunctionMode):
                 out = _einsum(*args) if name == "einsum" else _attention(*args, **kwargs)
             if out is not None:
                 return out
-        self._counts[-1] += 1
+        self._counts[-1][name] += 1
         path = self._paths[-1]
-        key, start = f"{pattern(path)} {name} {self._counts[-1]}", len(self.steps)
-        replaced = [change.outputs[key] for change in self.changes if key in change.outputs]
-        before = args[0].clone() if replaced and isinstance(args[0], Tensor) else None  # a function may change it in place
+        key, start = f"{pattern(path)} {name} {self._counts[-1][name]}", len(self.steps)
+        is_changed = any(key in change.outputs for change in self.changes)
+        before = args[0].clone() if is_changed and isinstance(args[0], Tensor) else None  # a function may change it in place
         if name in ("matmul", "__matmul__", "bmm") and args[0].dim() == args[1].dim() > 2 and args[0].shape[-2] == L:
-            out = self._product(path, start, func, *args[:2])
-        elif name == "softmax" and self.sites and args[0].shape == self.sites[-1].shape:
-            site = self.sites[-1]
-            site.scores = args[0]
-            for change in self.changes:
-                if "scores" in change.attention:
-                    site.scores = change.attention["scores"](site, site.scores)
-                    self._record(path, name, key, (site.scores, site.chain[-1][2]), ())
-            site.weights = out = func(site.scores, *args[1:], **kwargs)
+            out = self._product(start, func, *args[:2])
+        elif name == "softmax" and self.sites and args[0].shape[-1] == L and args[0].numel() == self.sites[-1].raw.numel():
+            self.sites[-1].scores = scores = self._changed("scores", self.sites[-1], (), self._heads(args[0]))
+            out = func(scores.reshape(args[0].shape), *args[1:], **kwargs)
         else:
             out = func(*args, **kwargs)
-        for function in replaced:
-            out = function((before, *args[1:]), out)
+        out = self._changed(key, self, (before, *args[1:]), out)
         self._record(path, name, key, out, tuple(args))
-        if self.sites and self.sites[-1].weights is None and getattr(out, "shape", None) == self.sites[-1].shape:
-            self.sites[-1].chain.append((name, args[0], out))
+        if self.sites and getattr(out, "shape", None) == self.sites[-1].raw.shape and bool((out > LOW).all()):
+            self.sites[-1].whole = out
         return out
 
-    def _product(self, path: str, start: int, func: Any, left: Tensor, right: Tensor) -> Tensor:
+    def _product(self, start: int, func: Any, left: Tensor, right: Tensor) -> Tensor:
         if right.shape[-1] == self.L != left.shape[-1]:
-            query, key = self._heads(left), self._heads(right.mT)
-            self.sites.append(Site(len(self.sites), path, start, query, key, left.shape[:-1] + right.shape[-1:]))
-            query, key = self._changed("query", query), self._changed("key", key)
-            return func(query.reshape(left.shape), key.reshape(right.mT.shape).mT)
-        if left.shape[-1] == right.shape[-2] == self.L and self.sites and self.sites[-1].value is None:
-            self.sites[-1].value = value = self._heads(right)
-            out = func(left, self._changed("value", value).reshape(right.shape))
-            return self._changed("merged", self._heads(out)).reshape(out.shape)
+            self.sites.append(site := Site(len(self.sites), start, self._heads(left), self._heads(right.mT)))
+            query, key = (self._changed(name, site, (), getattr(site, name)) for name in ("query", "key"))
+            out = func(query.reshape(left.shape), key.reshape(right.mT.shape).mT)
+            site.raw = self._changed("raw", site, (), self._heads(out))
+            return site.raw.reshape(out.shape)
+        if left.shape[-1] == right.shape[-2] == self.L and self.sites and (site := self.sites[-1]).value is None:
+            site.value = value = self._heads(right)
+            out = func(left, self._changed("value", site, (), value).reshape(right.shape))
+            return self._changed("merged", site, (), self._heads(out)).reshape(out.shape)
         return func(left, right)
 
-    def _changed(self, name: str, tensor: Tensor) -> Tensor:
-        for function in [change.attention[name] for change in self.changes if name in change.attention]:
-            tensor = function(self.sites[-1], tensor)
-            self._record(self.sites[-1].path, name, name, tensor, ())
-        return tensor
+    def _changed(self, key: Any, owner: Any, args: tuple, out: Any) -> Any:
+        for function in [change.outputs[key] for change in self.changes if key in change.outputs]:
+            before, out = out, function(owner, args, out)
+            self._record(self._paths[-1], "changed", str(key), (before, out), ())  # the port may have both
+        return out
 
     def _heads(self, tensor: Tensor) -> Tensor:
         """Return (B, H, L, D) for (B, ..., L, D) or (B · H, L, D)."""
@@ -254,22 +212,14 @@ class Trace(TorchFunctionMode):
         if not isinstance(tensor, Tensor) or not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dim() < 2:
             return None
         tensor, B, L = torch.view_as_real(tensor) if tensor.is_complex() else tensor, self.B, self.L
-        shape = tensor.shape
-        if shape[0] == B * L:
+        if tensor.shape[0] == B * L:
             return tensor.reshape(B, L, -1)
-        if shape[:2] == (L, B):
-            return tensor.transpose(0, 1).flatten(2) if tensor.dim() > 2 else None
-        if shape[0] != B and tensor.dim() == 3 and shape[1] == L and shape[0] % B == 0:  # (B · H, L, D)
-            tensor = tensor.reshape(B, -1, L, shape[2])
+        if tensor.shape[:2] == (L, B):
+            tensor = tensor.transpose(0, 1)
+        elif tensor.shape[0] != B and tensor.dim() == 3 and tensor.shape[1] == L and tensor.shape[0] % B == 0:  # (B · H, L, D)
+            tensor = tensor.reshape(B, -1, L, tensor.shape[2])
         axis = next((axis for axis in range(1, tensor.dim()) if tensor.shape[axis] == L), None)
         return None if axis is None or tensor.dim() < 3 or tensor.shape[0] != B else tensor.movedim(axis, 1).flatten(2)
-
-
-def _output_hook(function: Function) -> Function:
-    def hook(module: nn.Module, args: tuple, out: Any) -> Any:
-        return function(args, out) if isinstance(out, Tensor) else type(out)([function(args, out[0]), *out[1:]])
-
-    return hook
 
 
 def matched(steps: Sequence[Step], among: Sequence[Step]) -> Tensor:

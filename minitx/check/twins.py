@@ -36,17 +36,9 @@ MASKS = (
 """Findings with hidden tokens, tried in this order."""
 
 
-class _Function(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Any], vocabulary: int) -> None:
-        super().__init__()
-        self.function, self.config = function, {"vocab_size": vocabulary}
-
-    @classmethod
-    def of(cls, function: Any, vocabulary: int) -> nn.Module:
-        return type(getattr(function, "__name__", "Function"), (cls,), {})(function, vocabulary)
-
-    def forward(self, ids: Tensor) -> Any:
-        return self.function(ids)
+def _as_module(function: Any, vocabulary: int) -> nn.Module:
+    parts = {"forward": lambda self, ids: function(ids), "config": {"vocab_size": vocabulary}}
+    return type(getattr(function, "__name__", "Function"), (nn.Module,), parts)()
 
 
 def twin(
@@ -83,7 +75,7 @@ def twin(
     """
     modules = [m for model in (mine, reference) if isinstance(model, nn.Module) for m in model.modules()]
     sizes = [m.num_embeddings for m in modules if isinstance(m, nn.Embedding)] + [50 if ids is None else int(ids.max()) + 1]
-    models = [model if isinstance(model, nn.Module) else _Function.of(model, sizes[0]) for model in (mine, reference)]
+    models = [model if isinstance(model, nn.Module) else _as_module(model, sizes[0]) for model in (mine, reference)]
     models = [getattr(model, "_orig_mod", model) for model in models]  # of torch.compile
     names = [type(model).__name__ for model in models]
     with torch.random.fork_rng(), torch.no_grad(), warnings.catch_warnings(action="ignore"), ExitStack() as wide:
@@ -107,6 +99,8 @@ def twin(
 def _called(models: Sequence[nn.Module], seed: int, device: Any, wide: ExitStack) -> list[CalledModel]:
     """Find out how to call copies of the models, in float64 if possible."""
     try:
+        wide.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(torch.float64)
         wide.enter_context(Wide())
         return [make_called(model, seed, device, torch.float64) for model in models]
     except CannotBeCalledError:
@@ -128,8 +122,8 @@ def _load(port: CalledModel, ours: CalledModel, models: Sequence[nn.Module], wei
     for parameter in ours.model.parameters():
         if parameter.numel() > 1 and (parameter == parameter.flatten()[0]).all():  # a constant hides where it is used
             parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter) * 0.1)
-    new = dict(ours.model.state_dict())
-    new, own = new if weights is None else dict(weights(new)), port.model.state_dict()
+    own, new = port.model.state_dict(), dict(ours.model.state_dict())
+    new = new if weights is None else dict(weights(new))
     buffers, places = {name for name, _ in port.model.named_buffers()}, {own[name].data_ptr() for name in new if name in own}
     needed = {n: p for n, p in own.items() if n in new or not (n in buffers or p.data_ptr() in places)}
     if needed.keys() != new.keys():
@@ -137,8 +131,7 @@ def _load(port: CalledModel, ours: CalledModel, models: Sequence[nn.Module], wei
     if wrong := [name for name in new if new[name].shape != own[name].shape]:
         shapes = tuple(own[wrong[0]].shape), tuple(new[wrong[0]].shape)
         raise ValueError(f"{wrong[0]} must have shape {shapes[0]}, got {shapes[1]}")
-    for name, tensor in new.items():
-        own[name].copy_(tensor)
+    port.model.load_state_dict(new, strict=False)
 
 
 def _names(own: State, given: State) -> str:
@@ -209,9 +202,7 @@ class _Comparison:
     def best(self, current: Trace) -> tuple[Change, Trace] | None:
         """Return the change that makes most further tensors equal, and the call with it."""
         pair, best, most = Pair(self.target, current, self.ours.model), None, 0
-        is_module = torch.tensor([step.kind in ("in", "out") for step in self.target.steps]).to(pair.is_matched.device)
         for generate in CATALOGUE:
-            has_module = False
             with contextlib.suppress(*UNFIT):
                 for change in generate(pair):
                     try:
@@ -219,35 +210,33 @@ class _Comparison:
                     except UNFIT:
                         continue
                     now = matched(self.target.steps, trace.steps)
-                    gained = now & ~pair.is_matched
-                    gain = int(gained.sum()) - 10 * int((pair.is_matched & ~now).sum())
+                    gain = int((now & ~pair.is_matched).sum()) - 10 * int((pair.is_matched & ~now).sum())
                     if self.gap(trace).is_rounding:
                         return change, trace
                     if gain > most:
-                        best, most, has_module = (change, trace), gain, bool((gained & is_module).any())
-            if has_module and generate in MEASURED:
+                        best, most = (change, trace), gain
+            if best is not None and generate in MEASURED:
                 break
         return best
 
     def witness(self, before: Trace, after: Trace | None) -> str:
         """Return the first module that differs, the size, and the first token."""
-        was = matched(self.target.steps, before.steps)
+        was, steps = matched(self.target.steps, before.steps).tolist(), self.target.steps
         if after is None:  # the first without an equal, after the last with one
-            fresh = self.target.steps[max([-1, *was.nonzero().flatten().tolist()]) + 1 :]
+            fresh = steps[max([-1, *(number for number, is_equal in enumerate(was) if is_equal)]) + 1 :]
         else:
-            is_new = matched(self.target.steps, after.steps) & ~was
-            fresh = [step for step, new in zip(self.target.steps, is_new.tolist(), strict=True) if new]
-        step = next((step for step in fresh if step.kind in ("in", "out")), (fresh or self.target.steps[-1:])[0])
-        module = self.port.model.get_submodule(step.path)
-        text = f"first module: {step.path} ({type(module).__name__})" if step.path else f"first module: {type(module).__name__}"
+            now = matched(steps, after.steps).tolist()
+            fresh = [step for step, old, new in zip(steps, was, now, strict=True) if new and not old]
+        step = next((step for step in fresh if step.kind in ("in", "out")), (fresh or steps[-1:])[0])
+        name = type(self.port.model.get_submodule(step.path)).__name__
+        text = f"first module: {step.path} ({name})" if step.path else f"first module: {name}"
         text += f", before {step.key}" if step.kind == "in" else ""
         return f"{text}; {self.size(self.gap(before), self.target.output - before.output)}"
 
     def size(self, gap: Gap, difference: Tensor) -> str:
         """Return the largest difference, and the first token with one."""
-        row = gap.place[0]
-        is_moved = difference[row].flatten(1).abs().amax(-1) > gap.allowed if difference.dim() > 2 else torch.tensor([True])
-        first = int(is_moved.int().argmax())
+        row, moved = gap.place[0], difference.abs() > gap.allowed
+        first = int(moved[row].flatten(1).any(-1).int().argmax()) if moved.dim() > 2 else 0
         return f"outputs differ by {gap.size:.2g} (rounding: {gap.allowed:.1g}), in row {row} from token {first} on"
 
     def check(self, id: str, gap: Gap) -> None:
@@ -270,19 +259,20 @@ class _Comparison:
         for hidden in (slice(1, 3), slice(0, 2)):  # inside, and on the left
             keep = torch.ones(tokens.shape, dtype=torch.bool, device=tokens.device)
             keep[-1, hidden] = False
-            expected = self.trace(self.changes, keep).output
-            masks = [None if mask is None else {port.stream.name: mask} for mask in (keep, ~keep, None)]
-            given, inverted, plain = (port.answer({port.stream.name: tokens}, mask) for mask in masks)
-            if (gap := compare(given, expected, self.noise, keep)).is_rounding:
-                break
-        if gap.is_rounding:
-            self.check("mask", gap)
-        else:
+            given, inverted, plain = (
+                port.answer({port.stream.name: tokens}, None if mask is None else {port.stream.name: mask})
+                for mask in (keep, ~keep, None)
+            )
             places = {"position_ids": (keep.cumsum(-1) - 1).clamp(min=0)} if "position_ids" in ours.names else {}
-            sides = (inverted, expected), (given, plain), (given, self.trace(self.changes, keep, **places).output)
+            expected, moved = (self.trace(self.changes, keep, **options).output for options in ({}, places))
+            sides = (given, expected), (inverted, expected), (given, plain), (given, moved)
             gaps = [compare(*side, self.noise, keep) for side in sides]
-            id, text = next((words for words, other in zip(MASKS, gaps, strict=False) if other.is_rounding), MASKS[-1])
+            if gaps[0].is_rounding:
+                break
+        number = next((number for number, gap in enumerate(gaps) if gap.is_rounding), len(gaps))
+        id, text = ("", "") if number == 0 else MASKS[number - 1]
+        self.check("mask", gaps[3 if id == "mask-positions" else 0])
+        if id:
             severity = Severity.NOTE if id == "mask-positions" else Severity.WRONG
-            self.check("mask", gaps[2] if severity == Severity.NOTE else gap)
-            witness = self.size(gap, (given - expected) * keep.unsqueeze(-1))
+            witness = self.size(gaps[0], (given - expected) * keep.unsqueeze(-1))
             self.find(id, f"{port.stream.mask} {text}", witness, severity=severity)

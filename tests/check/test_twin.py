@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from minitx.check import Status, twin
+from minitx.check.catalogue import with_values
 from minitx.check.tensor_trace import Change, Trace
 from minitx.cli.check import main
 
@@ -116,6 +117,12 @@ def test_two_mistakes_are_both_named():
     assert [finding.id for finding in report.findings] == ["rotary", "multiplier"]
 
 
+def test_a_wider_window_is_named_if_scores_have_a_bias():
+    bias = ("self.dim**-0.5\n", "self.dim**-0.5 - 0.3 * (places[:, None] - places).abs()\n")
+    report = twin(model(bias, MISTAKES["window"][-2:]), model(bias))
+    assert [finding.id for finding in report.findings] == ["visible"], report
+
+
 def test_a_mistake_outside_the_catalogue_is_not_named():
     one_layer = ("in range(2)", "in range(1)")
     report = twin(model(one_layer, ("silu(gate)", "silu(gate).roll(1, 1)")), model(one_layer))
@@ -180,11 +187,11 @@ def test_the_models_keep_their_weights():
 def test_a_change_ends_with_its_call():
     changed, ids = model(), torch.arange(14).view(2, 7)
     before = [p.clone() for p in changed.parameters()]
-    plus_one = {changed.norm.weight: changed.norm.weight + 1}
     with torch.no_grad():
         plain = Trace(changed, lambda: changed(ids), ids).output
-        for change in (Change("", "", tensors=plus_one), Change("", "", attributes={(changed.norm, "eps"): 1.0})):
-            assert not torch.equal(Trace(changed, lambda: changed(ids), ids, [change]).output, plain)
+        for values in ({"weight": changed.norm.weight + 1}, {"eps": 1.0}):
+            other = Change("", "", {changed.norm: lambda module, args, out, values=values: with_values(module, args, **values)})
+            assert not torch.equal(Trace(changed, lambda: changed(ids), ids, [other]).output, plain)
             assert torch.equal(changed(ids), plain)
     assert all(torch.equal(p, q) for p, q in zip(before, changed.parameters(), strict=True))
 
