@@ -157,12 +157,22 @@ def curves(ax: Axes, grid: AblationConfig, runs: Sequence[Run], name: str = "los
     """
     for run in runs:
         color, _ = style(grid, run.arm)
-        raw = [math.nan if value is None else value for value in run.result[name] or []]
-        values = [math.fsum(part) / len(part) for end in range(1, len(raw) + 1) if (part := raw[max(0, end - window) : end])]
+        values = running_means(run.result[name] or [], window)
         ax.plot(range(1, len(values) + 1), values, "-", color=color, linewidth=0.9, alpha=0.75, gid="runs")
         finite = [(step, value) for step, value in enumerate(values, 1) if math.isfinite(value)]
         if run.result["nonfinite_step"] is not None and finite:
             ax.plot(*finite[-1], "x", color=color, markersize=7, markeredgewidth=2)
+
+
+def running_means(values: Sequence[float | None], window: int) -> list[float]:
+    """Return for each step the mean of the last ``window`` values, or of all values so far if there are fewer. A missing value is NaN.
+
+    >>> running_means([1.0, 3.0, 5.0, None], 2)
+    [1.0, 2.0, 4.0, nan]
+    """
+    numbers = [math.nan if value is None else value for value in values]
+    parts = (numbers[max(0, end - window) : end] for end in range(1, len(numbers) + 1))
+    return [math.fsum(part) / len(part) for part in parts]
 
 
 def curve_panels(findings: Findings, study: str) -> Figure:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from minitx.ablation.curves import running_means
 from minitx.ablation.execution import duration
 from minitx.ablation.formatting import Text, number, say, seeds_text, span_text
 from minitx.ablation.grid import Run
@@ -106,7 +107,7 @@ def _curves(searches: Iterable[Run], window: int) -> Figure:
     ax = axes[0, 0]
     for run in runs:
         color = colormaps["viridis"](0.9 * rates.index(run["rate"]) / max(len(rates) - 1, 1))
-        means = _means(run, window)
+        means = running_means(run["loss"], window)
         ax.plot(
             range(1, len(means) + 1),
             means,
@@ -123,9 +124,4 @@ def _curves(searches: Iterable[Run], window: int) -> Figure:
 
 def _last(run: Mapping[str, Any], window: int) -> float:
     """Return the mean loss of the last steps of a run, or infinity for a run that failed."""
-    return _means(run, window)[-1] if run["stable"] else math.inf
-
-
-def _means(run: Mapping[str, Any], window: int) -> list[float]:
-    losses = [math.nan if loss is None else loss for loss in run["loss"]]
-    return [math.fsum(part) / len(part) for end in range(1, len(losses) + 1) if (part := losses[max(0, end - window) : end])]
+    return running_means(run["loss"], window)[-1] if run["stable"] else math.inf

@@ -414,7 +414,7 @@ def multipliers(pair: Pair) -> Iterator[Change]:
             is_other = factors.norm() > 1e-3 and not _is_close(factors, torch.ones_like(factors))
             if is_other and _is_close(columns @ factors, other.flatten()):
                 a, b = [_number(factor) for factor in (*factors.tolist(), 0.0)[:2]]
-                found.setdefault(f"{a} x + {b} y" if is_sum else f"{a} times that of the reference", factors.tolist())
+                found.setdefault(f"{a} x + {b} y" if is_sum else f"{a} times the reference's", factors.tolist())
         for text, factors in sorted(found.items(), key=lambda item: -min(map(abs, item[1]))):
             word, places = ("output", pair.alike(step.path)) if step.kind == "out" else (step.kind, [step.key])
             text = f"the {'sum' if is_sum else word} in {step.path or 'the model'} is {text}"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from minitx.check.calling import parts_of
 from minitx.check.properties import unit
 
 LOW = -1e4
@@ -238,9 +239,8 @@ def matched(steps: Sequence[Step], among: Sequence[Step]) -> Tensor:
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, list | tuple | Mapping):
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(part)
+    for part in parts_of(value):
+        yield from _tensors(part)
 
 
 def _attention(

@@ -44,9 +44,8 @@ def run_ablation(grid: AblationConfig, folder: Path, overrides: Sequence[str], c
     common = for_cells(overrides)
     require("ckpt_path" not in settings(common), "ckpt_path is for single runs: to resume a grid, repeat its command")
     chosen = cells(grid, common=["callbacks.progress=false", "trainer.threads=1", *common])
-    if "seed" in by_key(overrides) and not any(
-        str(seed) == settings(overrides)["seed"] for study in grid.studies.values() for seed in study.seeds
-    ):
+    seeds = {str(seed) for study in grid.studies.values() for seed in study.seeds}
+    if "seed" in by_key(overrides) and seeds != {settings(overrides).get("seed")}:  # ablation=rate takes it
         log.info("seed= has no effect on a grid: the seeds of its runs are ablation.studies.NAME.seeds")
     folder = Path(os.path.relpath(folder)) if folder.is_relative_to(Path.cwd()) else folder  # stored commands contain it
     if grid.report_only:

@@ -234,8 +234,8 @@ def test_the_search_for_a_rate_resumes(cli, place):
         "experiment=kv_lookup ablation=rate trainer.max_steps=12 ablation.studies.rate.threshold.bisections=1 data.val_size=16"
     )
     words += " model.embed_dim=8 model.num_heads=1 model.num_layers=1 ablation.workers=1 output_dir=grid"
-    said = cli(*words.split())
-    assert said.code == 0, said
+    result = cli(*words.split())
+    assert result.code == 0, result
     first = (place / "grid" / "cells.jsonl").read_bytes()
     assert cli(*words.split()).code == 0
     assert (place / "grid" / "cells.jsonl").read_bytes() == first
