@@ -4,4 +4,4 @@
 them. Importing this package imports nothing else.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
