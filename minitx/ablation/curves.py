@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minitx.ablation.design import AblationConfig
-from minitx.ablation.formatting import condition_text, words
+from minitx.ablation.formatting import condition_text, sides, words
 from minitx.ablation.grid import Run, solved_step
 from minitx.ablation.intervals import Span
 from minitx.ablation.judge import Contrast, Findings, middle
@@ -148,6 +148,49 @@ def dots(ax: Axes, grid: AblationConfig, finding: Contrast, x: Callable[[float],
             known = span if math.isfinite(span.high) else Span(span.low, span.low)
             ax.plot([at, at], [known.low, known.high], "-", color=color, linewidth=1)
             ax.plot([at], [middle(known)], marker if known == span else "^", color=color, markersize=4.5, gid="runs")
+
+
+def effect_panel(findings: Findings, listed: Sequence[Contrast]) -> Figure:
+    """Draw the effects of comparisons with the same first side: a row for each setting, a dot for each seed.
+
+    A line covers the range of the median. Effects in the grey band count as the same. A triangle marks an effect without an upper end.
+    """
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+    grid, endpoint, margin = findings.grid, listed[0].endpoint, listed[0].margin
+    figure, axes = panels(1, 1, width=7.6, height=1.1 + 0.22 * len(listed))
+    ax = axes[0, 0]
+    ax.axvspan(margin.low, margin.high, color=GREY, alpha=0.15, linewidth=0)
+    ax.axvline(1.0 if endpoint.is_ratio else 0.0, color=GREY, linewidth=0.8)
+    for row, f in enumerate(listed):
+        color, marker = style(grid, f.comparison.arms[1])
+        for k, pair in enumerate(f.pairs):
+            shape = ">" if math.isinf(pair.effect.high) else marker
+            height = row + dodge(len(f.pairs), k, 0.6 / len(f.pairs))
+            ax.plot([pair.effect.low], [height], shape, color=color, markersize=3.6, alpha=0.8, markeredgewidth=0, gid="runs")
+        if f.interval is not None and math.isfinite(f.interval[0].high):
+            ax.plot([f.interval[0].low, f.interval[0].high], [row, row], "-", color=INK, linewidth=1)
+        ax.plot([f.estimate.low], [row], "|", color=INK, markersize=11, markeredgewidth=1.6)
+    if endpoint.is_ratio:
+        ax.set_xscale("log")
+        ax.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+        ax.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        ax.minorticks_off()
+    ax.set_yticks(range(len(listed)), [condition_text(grid, f.condition) for f in listed])
+    ax.invert_yaxis()
+    first, second = sides(grid, listed[0].comparison, listed[0].condition)
+    if listed[0].comparison.against:
+        second = "each row"
+    is_first_over = endpoint.name in ("threshold", "speedup")
+    label(
+        ax,
+        "",
+        f"{first} / {second}" if is_first_over else f"{second} / {first}" if endpoint.is_ratio else f"{second} − {first}",
+    )
+    seconds = list(dict.fromkeys(f.comparison.arms[1] for f in listed))
+    if len(seconds) > 1:
+        arms_legend(figure, grid, seconds)
+    return figure
 
 
 def curves(ax: Axes, grid: AblationConfig, runs: Sequence[Run], name: str = "loss", window: int = 1) -> None:

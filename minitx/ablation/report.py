@@ -281,6 +281,15 @@ def _series(findings: Findings) -> dict[tuple[ComparisonConfig, str], list[Contr
     return series
 
 
+def _compared_in_settings(findings: Findings, study: str) -> list[list[Contrast]]:
+    """Return the comparisons of a study in three settings or more, without a law, grouped by endpoint and first side."""
+    groups = dict[tuple[str, str, bool], list[Contrast]]()
+    for f in findings.findings:
+        if f.comparison.study == study and f.comparison.law is None:
+            groups.setdefault((f.endpoint.name, f.comparison.arms[0], bool(f.comparison.against)), []).append(f)
+    return [listed for listed in groups.values() if len({tuple(f.condition.items()) for f in listed}) > 2]
+
+
 def _slope_table(findings: Findings) -> Table:
     """Return the table of exponents: slopes of the ratios of thresholds against the factor of a law."""
     grid = findings.grid
@@ -420,7 +429,7 @@ def _reproduce(meta: Mapping[str, Any]) -> list[str | Table]:
 
 
 def study_pictures(findings: Findings) -> list[Picture]:
-    """Return a figure for each endpoint of each study: thresholds against the factor of a law, other runs against the rate."""
+    """Return the figures of each study: thresholds against the factor of a law, effects in several settings, runs against the rate."""
     pictures = []
     for name, study in findings.grid.studies.items():
         runs = findings.runs.select(name, status="done")
@@ -432,6 +441,10 @@ def study_pictures(findings: Findings) -> list[Picture]:
             caption = "Every dot is a seed. The formula predicts from the first arm alone."
             drawn = curves.threshold_panel(findings, listed)
             pictures.append(Picture(f"{name}_threshold{f'_{i}' if i else ''}", heading, caption, drawn))
+        for i, listed in enumerate(_compared_in_settings(findings, name)):
+            heading = say("%(title)s: %(quantity)s", title=name_text, quantity=say(listed[0].endpoint.text))
+            caption = "A row for each setting. Every dot is a seed, and a line covers the range of the median. In the grey band effects count as the same."
+            pictures.append(Picture(f"{name}_effects_{i}", heading, caption, curves.effect_panel(findings, listed)))
         for score in study.scores if runs else ():
             if score not in ("equal", "speedup") and study.factors.get("lr"):
                 y, missing = ("steps to solve", "not solved") if score == "time" else (f"validation {score}", "not finite")

@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import shlex
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,9 +24,11 @@ from examples.changes.output_gate import OutputGate
 from examples.changes.qk_clip import QKClip
 from examples.changes.value_residual import value_residual
 from minitx.ablation.design import settings
-from minitx.ablation.grid import Cell, GridPlace, cells
+from minitx.ablation.grid import Cell, GridPlace, Runs, cells
+from minitx.ablation.judge import judge
+from minitx.ablation.report import study_pictures
 from minitx.check import assert_causal, check_model
-from minitx.cli.ablate import run_cell
+from minitx.cli.ablate import run_cell, stored_records
 from minitx.cli.compose import compose_cell, compose_grid, find_own_modules
 from minitx.config import TransformerConfig, node
 from minitx.config.schema import read
@@ -320,6 +323,21 @@ def test_a_second_draw_runs_what_was_decided_and_counts_what_repeats(grid, tmp_p
     assert not {cell.place.seed for cell in runs} & {cell.place.seed for cell in cells(grid)}
     assert repeats.main(first, again) == (2, 2) and capsys.readouterr().out.startswith("2 of 2 verdicts repeat")
     assert repeats.main(first, other) == (0, 2)
+
+
+def test_a_figure_has_a_row_for_each_change_and_a_dot_for_each_seed(grid, tmp_path):
+    chosen = cells(grid)
+    folder = Path(fabricated(grid, tmp_path / "1", 2.0))
+    found = judge(grid, Runs.of([cell.place for cell in chosen], stored_records(chosen, folder / "cells.jsonl")))
+    pictures = {picture.name: picture.figure.axes[0] for picture in study_pictures(found)}
+    assert list(pictures) == ["stable_effects_0", "stable_effects_1"]
+    for ax, count, gate in zip(pictures.values(), (13, 12), (2.0, 0.5), strict=True):
+        rows = [tick.get_text() for tick in ax.get_yticklabels()]
+        dots = [line for line in ax.lines if line.get_gid() == "runs"]
+        assert len(rows) == count and len(dots) == 8 * count
+        of_gate = [line.get_xdata()[0] for line in dots if round(line.get_ydata()[0]) == rows.index("output gate")]
+        assert of_gate == pytest.approx([gate] * 8)
+        assert sum(line.get_xdata()[0] == pytest.approx(1) for line in dots) == 8 * (count - 1)
 
 
 # --- other implementations
