@@ -2,6 +2,7 @@
 
     python examples/changes/sizes.py                   # in the top folder of the clone
     python examples/changes/sizes.py plain latent      # some of them
+    python examples/changes/sizes.py --config-dir=mine ablation=head_gate
 
 Operations are the floating-point operations of the matrix products in a forward and a backward pass of one batch, 12 × 64 characters, as torch
 counts them. Fused attention computes its scores again in the backward pass; soft-cap and sinks run without a fused kernel.
@@ -20,11 +21,13 @@ from minitx.training.net import network_of
 VOCABULARY = 64
 
 
-def main(*names: str) -> list[tuple[str, int, int]]:
+def main(*arguments: str) -> list[tuple[str, int, int]]:
     """Print a table of the changes, by default all, and return its rows: name, parameters, operations."""
     sys.path.append(str(Path(__file__).parents[2]))
-    find_own_modules()
-    study = compose_grid(["experiment=scaling_ablation", "ablation=changes"]).studies["loss"]
+    names = [argument for argument in arguments if "=" not in argument]
+    words = [argument for argument in arguments if "=" in argument]
+    find_own_modules(words)
+    study = compose_grid(["experiment=scaling_ablation", "ablation=changes", *words]).studies["loss"]
     ids, rows = torch.zeros(12, 64, dtype=torch.long), []
     for name, overrides in study.factors["change"].items():
         if name not in (names or study.factors["change"]):

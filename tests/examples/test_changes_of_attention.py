@@ -5,7 +5,9 @@ import functools
 import importlib
 import json
 import math
+import re
 import shlex
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -338,6 +340,29 @@ def test_a_figure_has_a_row_for_each_change_and_a_dot_for_each_seed(grid, tmp_pa
         of_gate = [line.get_xdata()[0] for line in dots if round(line.get_ydata()[0]) == rows.index("output gate")]
         assert of_gate == pytest.approx([gate] * 8)
         assert sum(line.get_xdata()[0] == pytest.approx(1) for line in dots) == 8 * (count - 1)
+
+
+def test_the_page_shows_a_change_that_is_measured_beside_the_plain_model(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "changes.md").read_text(encoding="utf-8")
+    folder = tmp_path / "mine"
+    (folder / "ablation").mkdir(parents=True)
+    for kind, name in (("python", "head_gate.py"), ("yaml", "ablation/head_gate.yaml")):
+        [block] = re.findall(rf"^```{kind}\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+        (folder / name).write_text(block, encoding="utf-8")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    words = [f"--config-dir={folder}", "experiment=scaling_ablation", "ablation=head_gate"]
+    find_own_modules(words)
+    own = compose_grid(words)
+    ran = {(cell.place.study, cell.place.arm, cell.place.condition["change"]) for cell in cells(own)}
+    arms = (("trained", "own"), ("stable", "own"), ("stable", "unscaled"), ("loss", "own"))
+    assert ran == {(*arm, change) for arm in arms for change in ("plain", "head_gate")}
+    assert len({(c.study, c.arms) for c in own.comparisons}) == 3
+    layers = [
+        module
+        for module in built(own.studies["loss"].factors["change"]["head_gate"], **SMALL, num_heads=H).modules()
+        if hasattr(module, "gate")
+    ]
+    assert layers and all(layer.gate.weight.shape == (H, E) for layer in layers)
 
 
 # --- other implementations
