@@ -57,12 +57,17 @@ def table(rows: list[Row]) -> str:
         for row in (row for row in rows if row["target"] == target and row["wanted"]):
             targets = machines.setdefault(machine(row["run"]), {}).setdefault(told(row["run"]), [])
             targets += [target] if target not in targets else []
-            quantity = f"{'GPU: ' * ('device' in row['run'])}{row['what']}, {sign(row['wanted'])}"
+            quantity = f"{'GPU: ' * ('device' in row['run'])}{row['what']}"
             quantities.setdefault(quantity, []).append(row)
         above: list[str] = []
         for quantity, same in quantities.items():
             settings = [row["label"] for row in same]
+            wanted = {sign(row["wanted"]): None for row in same}
             places = ["" if settings == above else f"{setting}: " for setting in settings]
+            if len(wanted) > 1:  # each setting has its own target
+                places = [f"{row['label']}, {sign(row['wanted'])}: " for row in same]
+            else:
+                quantity = ", ".join([quantity, *wanted])
             values = [f"{place}{value(row)}" for place, row in zip(places, same, strict=True)]
             if len(same) > MOST_SETTINGS:
                 values = [summary(same)]

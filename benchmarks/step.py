@@ -194,9 +194,8 @@ def under_the_trainer(pairs: int, steps: int = 25) -> Iterator[Row]:
 def checked_step(network: nn.Module, optimizer: Any, batch: dict[str, Tensor]) -> None:
     """A step of a loop that looks at loss and gradient norm, as the trainer does."""
     device = next(network.parameters()).device
-    ids, labels = (
-        to_device(batch[name], device) for name in ("input_ids", "labels")
-    )  # from page-locked memory, as the trainer
+    # from page-locked memory, as the trainer
+    ids, labels = (to_device(batch[name], device) for name in ("input_ids", "labels"))
     loss = loss_of(network(ids), labels)
     loss.backward()
     norm = nn.utils.get_total_norm([p.grad for p in network.parameters() if p.grad is not None])

@@ -183,9 +183,8 @@ def gradients(out: Output) -> None:
     for n, widths, expected in ((16, (64, 128, 256), 107), (64, (128, 256, 512), 286), (256, (256, 512, 1024), 578)):
         curves = [[query_gradients(n, width, scale).median().item() for width in widths] for scale in SCALES[:2]]
         rows.append([str(n), f"{crossing(widths, *curves):.0f}"])
-        assert (
-            abs(float(rows[-1][1]) / expected - 1) < 0.12
-        )  # expected: from eight pooled samples of this size (256 keys: from one)
+        # expected: from eight pooled samples of this size (256 keys: from one)
+        assert abs(float(rows[-1][1]) / expected - 1) < 0.12
     out.table("crossing", ["n", "d_k from which the median row gets less without the scale"], rows)
     out.draw("query, 64 keys", ("d_k", WIDTHS), ("‖dL/dq‖, RMS of the rows", rms), {"median, unscaled": medians["unscaled"]})
     out.draw("W_Q of a one-layer model", ("d_k", WIDTHS), ("‖∇W_Q‖ at the start", models["lecun"]))

@@ -101,8 +101,8 @@ def _of(snapshot: Any, row: int) -> Snapshot:
 def head_heatmap(snapshot: Snapshot, layer: int | str, head: int, row: int = 0) -> Figure:
     """Draw the weights of one head, with the tokens on both axes. With up to twelve tokens, cells contain numbers.
 
-    Colours are as in ``heatmap_grid``. If not all tokens fit, only every second, third … has a label. Tokens of
-    any script are drawn with installed fonts, or as code points if no font has them.
+    Colours are as in ``heatmap_grid``. If not all tokens fit, only every second, third … has a label. Tokens of any script are drawn
+    with installed fonts, or as code points if no font has them.
 
     Args:
         layer: the number of a layer of the model, or a part of a map's name. It must select one map: a decoder block with

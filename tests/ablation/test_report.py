@@ -93,9 +93,8 @@ def test_the_table_has_the_values_of_both_arms_the_ratio_its_range_and_what_was_
 
 
 def test_tables_show_what_limits_the_largest_rate_and_where_each_lies_between_its_bounds(tmp_path):
-    wholes = dict(
-        zip(SEEDS, (0.0117, 0.012, 0.0125, 0.014, 0.0153, 0.0157), strict=True)
-    )  # from 0.012 to 0.015, and a bracket of 4.4 %
+    # from 0.012 to 0.015, and a bracket of 4.4 %
+    wholes = dict(zip(SEEDS, (0.0117, 0.012, 0.0125, 0.014, 0.0153, 0.0157), strict=True))
     found = made_up.findings("adamw", truth=Truth(spread=1.0, stable={("adamw", SCALED, "128", "all"): wholes}))
     write_texts(found, tmp_path, {})
     said = text_of((tmp_path / "report.html").read_text(encoding="utf-8"))
@@ -313,9 +312,8 @@ def check_chinese(page, *own):
     alone = {html.unescape(text) for pair in shown for text in pair if text and "<span" not in text}
     assert alone - {"η*", "η_QK", "η_R", *own} == set()
     for pair in re.findall(r'<span lang="en">(.*?)</span><span lang="zh-Hans">(.*?)</span>', body, re.DOTALL):
-        ours, theirs = (
-            sorted(re.findall(r"\d[\d.,]*\d|\d", html.unescape(text).replace("1/", ""))) for text in pair
-        )  # 3 times smaller: 1/3
+        # "3 times smaller" is "1/3" in Chinese
+        ours, theirs = (sorted(re.findall(r"\d[\d.,]*\d|\d", html.unescape(text).replace("1/", ""))) for text in pair)
         assert ours == theirs, pair
 
 

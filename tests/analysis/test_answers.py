@@ -73,8 +73,6 @@ def test_without_a_head_the_answers_are_those_of_the_model_whose_head_gives_zero
     with pytest.raises(ValueError, match="returns no logits over 12 answers"):
         answers_without_heads(model, {"input_ids": IDS}, Asked("input_ids", ASKED.rows, 12, str))
     model.register_forward_pre_hook(lambda _, args, given: (args, {"input_ids": given["input_ids"]}), with_kwargs=True)
-    elsewhere = {
-        "first": torch.zeros(2, device="meta"),
-        "input_ids": IDS,
-    }  # the heads are on other devices than the first input
+    # the heads are on other devices than the first input
+    elsewhere = {"first": torch.zeros(2, device="meta"), "input_ids": IDS}
     assert answers_without_heads(model, elsewhere, ASKED) == without

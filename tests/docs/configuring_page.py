@@ -2,9 +2,9 @@
 
 What several options of a group, or several programs, explain in the same words stands on the page once.
 
-A meaning stands under ``Attributes`` in the docstring of the dataclass, or of a class that it inherits from, and under ``Args`` in that
-of a function; ``see ``NAME```` there is the meaning that NAME gives. What an option of a group is
-stands at the top of its YAML file. ``python tests/docs/configuring_page.py`` writes the page; its first part is ``configuring_head.md``.
+A meaning stands under ``Attributes`` in the docstring of the dataclass, or of a class that it inherits from, and under ``Args`` in the
+docstring of a function; ``see ``NAME```` there is the meaning that NAME gives. What an option of a group is stands at the top of its YAML
+file. ``python tests/docs/configuring_page.py`` writes the page; its first part is ``configuring_head.md``.
 """
 
 import dataclasses

@@ -281,9 +281,8 @@ def obey(words: list[str], shelf: Shelf, place: Path) -> None:
         assert [word for word in words[1:] if "=" not in word and word not in targets] == []
     elif script is not None and script.startswith("scripts/") and words[0] in ("python", script):
         program, arguments = Path(script).stem, words[words.index(script) + 1 :]
-        if program == "check" and arguments[0].startswith(
-            "examples/"
-        ):  # registers its kernel for the whole process; tests/examples/ runs it
+        # it registers its kernel for the whole process; tests/examples/ runs it
+        if program == "check" and arguments[0].startswith("examples/"):
             assert (ROOT / arguments[0].partition(":")[0]).is_file()
             return
         if any(re.search(pattern, said([program, *arguments])) for pattern in COMPOSED):

@@ -515,9 +515,8 @@ def near(call: Call, name: str, got: Tensor, want: Tensor | None = None) -> None
     assert got.dtype == dtype, f"{name} is {got.dtype}, not {dtype}"
     size, wide = call.summands()[name], torch.promote_types(dtype, torch.float32)
     is_half = dtype != wide  # there the rounding of the result is larger than the one of the summands
-    coarser = max(
-        dtype, call.dtype, key=lambda other: torch.finfo(other).eps
-    )  # a gradient in float32 is made of numbers of the call
+    # a gradient in float32 is made of numbers of the call
+    coarser = max(dtype, call.dtype, key=lambda other: torch.finfo(other).eps)
     allowed = tolerance(call.by_loops()[name], call.by_rounded_loops()[name], coarser, 1.0 if is_half else size)
     allowed += max(1.0, size) * torch.finfo(wide).eps * (call.largest_score() + math.sqrt(call.S))
     error = (got.detach().double() - want).abs().max().item()
@@ -781,9 +780,8 @@ REFUSALS = (
     Refusal({"backend": "chunked", "around": "jvp|func.vjp|vmap"}, "torch.func"),
 )
 MEANINGLESS: tuple[Where, ...] = (
-    *(
-        [] if DEVICE == "cpu" else [{"around": "checkpoint", "dropout": ".3"}]
-    ),  # it keeps the generators of the devices of its inputs
+    # a checkpoint keeps the generators of the devices of its inputs
+    *([] if DEVICE == "cpu" else [{"around": "checkpoint", "dropout": ".3"}]),
     {"around": "vmap", "dropout": ".3"},  # vmap wants to know whether the numbers differ
     {"around": "jvp", "layout": "expanded"},  # torch has no tangents of shared memory
     *([{"around": COMPILED}] if UNNAMED else []),  # the compiler does not know such a device

@@ -713,10 +713,8 @@ CANNOT_FOLD = (
     {"model": "log_length", "change": "!scale"},  # no fixed scale
     {"change": "learned_scale|qk_norm"},
     {"wrapper": "lora|weight_norm", "model": "!hf_per_head|typed_pair"},  # whose norms of queries and keys take the factor
-    {
-        "wrapper": "quantised",
-        "model": "!hf_per_head|hf_gpt2|typed_pair",
-    },  # torch quantises nn.Linear, and GPT-2 has it in the head alone
+    # torch quantises nn.Linear, and GPT-2 has it in the head alone
+    {"wrapper": "quantised", "model": "!hf_per_head|hf_gpt2|typed_pair"},
     {"wrapper": "fsdp", "model": HF},
 )
 OTHER_WEIGHTS = {"wrapper": joined(COMPILED, "functional_call")}
@@ -859,8 +857,9 @@ ORACLES = (
     Oracle(
         another_scale_and_its_release_change_nothing,
         [EVALUATION],
+        # a learned scale is lost
         [{"wrapper": COMPILE}, {"change": "learned_scale"}, {"model": "modern", "change": "!scale"}],
-    ),  # what is learned goes
+    ),
     Oracle(
         a_fold_that_is_impossible_is_refused_and_changes_nothing,
         [{"mode": "eval", **where} for where in CANNOT_FOLD],

@@ -1089,9 +1089,8 @@ def a_film_shows_every_recorded_step(run: Run) -> None:
     folder = run.whole().folder
     recorded = len(list((folder / "attention").glob("step_*.safetensors")))
     film = folder.with_name("film.gif")
-    layer = (
-        "blocks.0.attention.core" if run.point["data"] == "pairs" else "0"
-    )  # block 0 of a decoder has a cross-attention, too
+    # block 0 of a decoder has a cross-attention, too
+    layer = "blocks.0.attention.core" if run.point["data"] == "pairs" else "0"
     code, told = inside.program("view", ["trust=true", f"ckpt_path={folder}", f"layers={layer}", f"output={film}"])
     assert code == 0, told
     assert told.startswith(f"{recorded} steps"), f"{recorded} steps are recorded, and the film has: {told}"
@@ -1347,11 +1346,8 @@ MEANINGLESS: tuple[dict[str, str], ...] = (
     {"asked": "early", "ends": "int|crash_after"},  # it ends before
     {"option": "instruments", "ends": "nonfinite"},  # anomaly detection raises first
     {"place": "pretended", "compile": "yes"},  # it has no compiler
-    {
-        "place": "pretended",
-        "optimizer": "sgd",
-        "precision": "bf16-true",
-    },  # the CPU's fused SGD, which torch 2.13 computes wrongly
+    # torch 2.13 computes the CPU's fused SGD wrongly
+    {"place": "pretended", "optimizer": "sgd", "precision": "bf16-true"},
     {**OURS_ALONE, "user": "looker"},
     {**OURS_ALONE, "checkpointing": "yes"},  # keys of our models
     {**OURS_ALONE, "rules": "frozen|factor"},

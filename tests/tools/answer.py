@@ -367,10 +367,9 @@ BOTH = ("adamw", "sgd")
 
 def numbers() -> dict[str, Any]:
     """The largest stable rates, the ratios and the formula's values, by name."""
-    searches = brackets(read("limits/cells.jsonl.xz"))
-    found = {place: math.sqrt(low * high) for place, (low, high) in searches.items()}
+    found = rates(read("limits/cells.jsonl.xz"))
     result: dict[str, Any] = {f"steps {init}": ratio_of_steps(of) for init, of in from_scratch().items()}
-    result |= real_model() | text_model() | text_parts() | {f"limits {side}": count for side, count in sides(searches).items()}
+    result |= real_model() | text_model() | text_parts()
     steps_by_init = by_init()
     result |= {f"steps {init}": ratio for init, ratio in steps_by_init.items()} | {"even": crossing(steps_by_init)}
     for study, (_, power) in OPTIMIZERS.items():
@@ -434,48 +433,37 @@ def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
     real, alone = found["real sgd all"], found["real sgd qk"]
     *seeds, last = found["real adamw all seeds"]
     adamw, sgd, lost, large = (found[f"text {name}"] for name in ("adamw", "sgd", "loss gpt2", "loss lecun"))
-    parts_of_text = {study: found[f"text {study} share"] for study in BOTH}
     even, spread = found["even"], 128**1.5 * found["even"] ** 2  # √d_k · width · σ²
     parts = sorted(value for name, value in found.items() if name.endswith("rest over qk"))
-    total = sum(found[f"limits {side}"] for side in ("below", "between", "above"))
     (a, *_, b), (c, *_, d) = (sorted(found[f"{study} {d_k} over the sum"] for d_k in WIDTHS) for study in ("adamw", "sgd"))
     return {
         "why_scale.md": [
-            f"learns the lookup in {gpt2:.2f} ({gpt2:range}) times the steps of a model with it",
-            f"With LeCun's weights it needs {lecun:.1f} ({lecun:range}) times the steps.",
             f"equally fast near a standard deviation of {even:.3f}, where unscaled logits have {spread:.1f}",
             f"the bounds are 3.36 and 11.3; measured are {adamw:.2f} ({adamw:range}) with AdamW and {sgd:.2f} ({sgd:range}) with SGD",
-            f"measured are {parts_of_text['adamw']:.2f} ({parts_of_text['adamw']:range}) with AdamW and {parts_of_text['sgd']:.2f} "
-            f"({parts_of_text['sgd']:range}) with SGD",
-            f"loses {lost:.2f} ({lost:range}) nats with GPT-2's weights, and {large:.2f} ({large:range}) with LeCun's",
-            f"its best rate is {found['text rates gpt2']:.0f} times smaller",
+            f"| GPT-2's N(0, 0.02²) | {gpt2:.2f} ({gpt2:range}) | {lost:.2f} ({lost:range}) |",
+            f"| LeCun's | {lecun:.1f} ({lecun:range}) | {large:.2f} ({large:range}) |",
+            f"it is {found['text rates gpt2']:.0f} times smaller without the scale",
             f"the formula gives {found['real sgd formula']:.2f}, and {real:.2f} ({real:range}) is measured",
-            f"With W_Q and W_K alone it is {alone:.1f}",
-            f"With AdamW the formula gives {found['real adamw formula']:.2f}, and {found['real adamw all']:.2f} is measured "
-            f"({', '.join(seeds)} and {last} in the three seeds); alone it is {found['real adamw qk']:.2f}",
+            f"with AdamW the formula gives {found['real adamw formula']:.2f}, and {found['real adamw all']:.2f} is measured "
+            f"({', '.join(seeds)} and {last} in the three seeds). With W_Q and W_K alone it is {alone:.1f} and {found['real adamw qk']:.2f}",
             f"η_QK is {parts[0]:.1f} to {parts[-1]:.1f} times smaller than η_R",
             f"η\\* is {a:.2f} to {b:.2f} times this sum's prediction with AdamW, and {c:.2f} to {d:.2f} times with SGD",
-            f"Of {total} searches {found['limits between']} lie between the two, {found['limits below']} below and {found['limits above']} above",
             f"larger rate than 1/√d_k: {found['1/d_k 8']:.1f} times at d_k 8, {found['1/d_k 128']:.1f} times at 128",
             f"{found['adamw query']:.1f} times with AdamW, {found['sgd query']:.0f} times with SGD",
             f"{found['adamw from unscaled']:.1f} ({found['adamw from unscaled']:range}) with AdamW and "
             f"{found['sgd from unscaled']:.1f} ({found['sgd from unscaled']:range}) with SGD",
         ],
         "why_scale.zh.md": [
-            f"所需的步数是有缩放的 {gpt2:.2f} 倍（{gpt2:range}）",
-            f"用 LeCun 的权重，则是 {lecun:.1f} 倍（{lecun:range}）",
             f"标准差约为 {even:.3f} 时两者一样快，这时不缩放的 logit 的标准差是 {spread:.1f}",
             f"上界是 3.36 和 11.3；测得的是 AdamW {adamw:.2f}（{adamw:range}），SGD {sgd:.2f}（{sgd:range}）",
-            f"测得的是 AdamW {parts_of_text['adamw']:.2f}（{parts_of_text['adamw']:range}），SGD {parts_of_text['sgd']:.2f}（{parts_of_text['sgd']:range}）",
-            f"用 GPT-2 的权重损失高 {lost:.2f}（{lost:range}）nat，用 LeCun 的高 {large:.2f}（{large:range}）",
+            f"| GPT-2 的 N(0, 0.02²) | {gpt2:.2f} ({gpt2:range}) | {lost:.2f} ({lost:range}) |",
+            f"| LeCun | {lecun:.1f} ({lecun:range}) | {large:.2f} ({large:range}) |",
             f"最佳学习率小到 1/{found['text rates gpt2']:.0f}",
             f"公式给出 {found['real sgd formula']:.2f}，测得 {real:.2f}（{real:range}）",
-            f"只训练 W_Q 和 W_K 时是 {alone:.1f}",
             f"用 AdamW 时公式给出 {found['real adamw formula']:.2f}，测得 {found['real adamw all']:.2f}"
-            f"（三个种子分别为 {'、'.join([*seeds, last])}），只训练 W_Q 和 W_K 时是 {found['real adamw qk']:.2f}",
+            f"（三个种子分别为 {'、'.join([*seeds, last])}）。只训练 W_Q 和 W_K 时是 {alone:.1f} 和 {found['real adamw qk']:.2f}",
             f"η_QK 是 η_R 的 1/{parts[0]:.1f} 到 1/{parts[-1]:.1f}",
             f"AdamW 下 η\\* 是它给出的值的 {a:.2f} 到 {b:.2f} 倍，SGD 下是 {c:.2f} 到 {d:.2f} 倍",
-            f"{total} 次搜索中有 {found['limits between']} 次在两者之间，{found['limits below']} 次低于下界，{found['limits above']} 次高于上界",
             f"d_k 为 8 时是 1/√d_k 的 {found['1/d_k 8']:.1f} 倍，d_k 为 128 时是 {found['1/d_k 128']:.1f} 倍",
             f"AdamW 下是 {found['adamw query']:.1f}，SGD 下是 {found['sgd query']:.0f}",
             f"AdamW 下是 {found['adamw from unscaled']:.1f}（{found['adamw from unscaled']:range}），"

@@ -46,9 +46,8 @@ class Ranks:
         for rank in range(world):
             ours, theirs = _SERVER.Pipe()
             settings = environment(rank, world, self._store.port) if world > 1 else {}
-            process = _SERVER.Process(
-                target=_serve, args=(theirs, settings, self._trace(rank))
-            )  # a daemon could start no workers
+            # not a daemon, because a daemon cannot start workers
+            process = _SERVER.Process(target=_serve, args=(theirs, settings, self._trace(rank)))
             process.start()
             theirs.close()
             self.pipes.append(ours)

@@ -100,9 +100,9 @@ def assert_one_step(words, folders, tmp_path):
 
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("adopt", [False, True], ids=["plain", "adopted"])
-def test_a_step_has_the_gradients_of_a_loop_in_plain_transformers(
-    packing, adopt, assert_one_step
-):  # Llama: tests/lattice/runs.py
+def test_a_step_has_the_gradients_of_a_loop_in_plain_transformers(packing, adopt, assert_one_step):
+    """GPT-2; ``tests/lattice/runs.py`` has Llama."""
+
     def loss(plain, rows):
         assert len(rows) < len(DOCUMENTS) if packing else len(rows) == len(DOCUMENTS)
         marks = train_tokenizer("char", [WORDS], marks=["pad", "eos", "cls"])

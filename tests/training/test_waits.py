@@ -204,9 +204,8 @@ def test_a_model_of_transformers_waits_once_a_step(tmp_path):
 def test_samples_cost_a_wait_a_token(make_config, tmp_path):
     config = make_config(**PLAIN, samples__every=2, samples__max_new_tokens=TOKENS)
     parts = run_ranks(1, runs_on_device, {"samples": config}, tmp_path)[0]["samples"]
-    allowed(
-        "a token, greedy, sampled or by beam search", parts["step", 2], 3 * TOKENS + 2
-    )  # three prompts; their texts, the latch
+    # three prompts, their texts, and the latch
+    allowed("a token, greedy, sampled or by beam search", parts["step", 2], 3 * TOKENS + 2)
 
 
 # --- looking and generating
