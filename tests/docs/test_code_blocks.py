@@ -125,6 +125,14 @@ def yaml_of(page: str, file: str) -> Callable[[Path], None]:
     return make
 
 
+def grids_of_ones_own(folder: Path) -> None:
+    """A folder with the grid of docs/ablation.md, and with the change and the grid of docs/changes.md."""
+    yaml_of("docs/ablation.md", "ablation/my_qk_norm.yaml")(folder)
+    for language, file in (("python", "head_gate.py"), ("yaml", "ablation/head_gate.yaml")):
+        (block,) = blocks("docs/changes.md", language)
+        (folder / file).write_text(block.text, encoding="utf-8")
+
+
 def lines(*texts: str) -> Callable[[Path], object]:
     return lambda path: path.write_text("\n".join(texts) + "\n", encoding="utf-8")
 
@@ -155,7 +163,7 @@ PRESUMED: dict[str, Callable[[Path], object] | str] = {
     "unscaled": "experiment=kv_lookup model.scale=unscaled callbacks=probe callbacks.probe.weights_every=1",
     "mine, yours.txt": "my.txt",
     "conf": yaml_of("docs/configuring.md", "experiment/mine.yaml"),
-    "mine": yaml_of("docs/ablation.md", "ablation/my_qk_norm.yaml"),
+    "mine": grids_of_ones_own,
     **{name: partial(shutil.copytree, ROOT / name) for name in COPIED},
     "mine.py": lines("from minitx.nn import scaled_dot_product_attention as attention"),
     "my_module.py": lines("from minitx.nn import scaled_dot_product_attention as my_attention"),
