@@ -122,7 +122,7 @@ class WindowConfig(Config):
 
     Attributes:
         metric: train_accuracy (must rise to value) or train_loss (must fall to it).
-        value: what the mean must reach.
+        value: the value that the mean must reach.
         window: steps in the mean.
     """
 
@@ -141,7 +141,7 @@ class StopAtConfig(WindowConfig):
 
     Attributes:
         metric: train_accuracy (must rise to value) or train_loss (must fall to it).
-        value: what the mean must reach.
+        value: the value that the mean must reach.
         window: steps in the mean.
         extra_steps: further steps after that.
     """
@@ -159,7 +159,7 @@ class TrainerConfig(Config):
 
     Attributes:
         max_steps: optimizer steps; null: 1,000, or no limit with max_epochs.
-        max_epochs: passes over the training rows; null: no limit.
+        max_epochs: number of passes over the training rows; null: no limit.
         devices: processes on each machine.
         num_nodes: machines. torchrun or srun starts the processes.
         accelerator: auto, cpu, gpu, mps, or a name that a Lightning plugin registers.

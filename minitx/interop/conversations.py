@@ -186,8 +186,7 @@ def chat(
         path, val_path, subset, split, val_split: see ``load_tables``.
         val_fraction: share of the conversations for validation.
         messages_column: the column of conversations (lists of messages with ``role`` and ``content`` or ``tool_calls``).
-        template: a chat template (jinja2), rendered by transformers (extra ``hf``); ``null``: that of the tokenizer's folder,
-            else ours.
+        template: a chat template (jinja2), rendered by transformers (extra ``hf``); ``null``: the tokenizer folder's, else ours.
         tokenizer, bpe_vocab_size: see ``find_or_train_tokenizer``.
         context_len: longest row in tokens; longer conversations are truncated.
         packing: several conversations in a row, without attention between them; ``false``: one.

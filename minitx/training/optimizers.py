@@ -298,7 +298,7 @@ def trapezoid(
     Args:
         max_steps, warmup_steps: see ``constant``.
         final_lr: see ``linear``.
-        decay_fraction: share of the steps, at the end, in which the rate falls.
+        decay_fraction: share of the steps, at the end, for the decay.
     """
     start = max(warmup_of(warmup_steps, max_steps), max_steps - round(decay_fraction * max_steps))
     return _after_warmup(optimizer, max_steps, warmup_steps, lambda t: 1.0 - (1.0 - final_lr) * t, start)
