@@ -50,10 +50,10 @@ class ProbeOptions(Config):
     """The keys of ``callbacks.probe``.
 
     Attributes:
-        every: steps between probes, in addition to steps 0, 1, 2, 4, 8, …; 0: no probes.
-        batch_size: number of validation rows.
+        every: steps between probes, besides steps 0, 1, 2, 4, 8, …; 0: none.
+        batch_size: validation rows.
         weights_every: steps between files of attention weights in attention/, a multiple of every; 0: none.
-        weights_rows: number of rows whose weights are saved.
+        weights_rows: rows whose weights are saved.
     """
 
     every: Natural = 0

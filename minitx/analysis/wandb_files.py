@@ -21,9 +21,9 @@ class WandbFiles(L.Callback):
 
     Args:
         folder: the folder of the run.
-        viewer: upload the page of the attention viewer for the first recorded row (``callbacks.probe.weights_every``), and a
-            figure of all heads for each recorded step.
-        checkpoint: ``last`` or ``best``: upload this checkpoint as an artifact; None: upload none.
+        viewer: upload the attention viewer of the first recorded row (``callbacks.probe.weights_every``), and a figure of all
+            heads for each recorded step.
+        checkpoint: upload the ``last`` or ``best`` checkpoint as an artifact; null: none.
 
     Raises:
         ConfigError: ``checkpoint`` is another word.

@@ -95,9 +95,9 @@ class ParameterRule(Config):
 
     Attributes:
         match: a regular expression that is searched in the parameter's name.
-        lr: factor on the optimizer's lr.
-        weight_decay: factor on the optimizer's weight_decay.
-        eps: factor on the optimizer's eps.
+        lr: factor on the optimizer's lr: a number, or head_dim^p.
+        weight_decay: factor on its weight_decay.
+        eps: factor on its eps.
         trainable: ``false`` freezes the parameter.
     """
 
@@ -121,9 +121,9 @@ class WindowConfig(Config):
     """A value that the mean of a training metric over the last ``window`` steps must reach.
 
     Attributes:
-        metric: the metric. An accuracy must rise to value; a loss must fall to it.
+        metric: train_accuracy (must rise to value) or train_loss (must fall to it).
         value: the value that the mean must reach.
-        window: number of steps in the mean.
+        window: steps in the mean.
     """
 
     metric: Literal["train_accuracy", "train_loss"] = "train_accuracy"
@@ -140,10 +140,10 @@ class StopAtConfig(WindowConfig):
     """End a run when the mean of a training metric over the last ``window`` steps reaches ``value``.
 
     Attributes:
-        metric: the metric. An accuracy must rise to value; a loss must fall to it.
+        metric: train_accuracy (must rise to value) or train_loss (must fall to it).
         value: the value that the mean must reach.
-        window: number of steps in the mean.
-        extra_steps: number of further steps after the value is reached.
+        window: steps in the mean.
+        extra_steps: further steps after that.
     """
 
     value: Finite = 0.99
@@ -158,43 +158,38 @@ class TrainerConfig(Config):
     one optimizer step, summed over all processes and over the ``accumulate`` micro-batches.
 
     Attributes:
-        max_steps: number of optimizer steps; null: 1,000, or no limit if max_epochs is set.
+        max_steps: optimizer steps; null: 1,000, or no limit with max_epochs.
         max_epochs: number of passes over the training rows; null: no limit.
-        devices: number of processes on each machine.
-        num_nodes: number of machines. torchrun or srun starts the processes.
-        accelerator: the device: auto | cpu | gpu | mps, or a name that a Lightning plugin registers.
-        strategy: auto (ddp on several devices) | ddp | ddp_find_unused_parameters_true (for models that do not use every parameter
-            in every step; ddp does so by itself if the rehearsal finds such a parameter) | sharded (FSDP2).
-        shard: for strategy=sharded: names of the classes whose modules are sharded one by one; []: the blocks of our models,
-            and the layer classes listed by a transformers model.
-        precision: 32-true | 64-true | bf16-mixed | bf16-true (float32 on a CPU without instructions for bfloat16).
-        accumulate: micro-batches per step. data.batch_size is the global batch; for a LightningDataModule, its batch is a
-            micro-batch.
-        clip: largest global gradient norm, for any optimizer; null: off.
-        val_every: steps between validations, in addition to one at the end; 0: only at the end; null: 250, or every epoch if
-            max_epochs is set.
-        val_batches: number of validation batches, from the first row on; null: all.
+        devices: processes on each machine.
+        num_nodes: machines. torchrun or srun starts the processes.
+        accelerator: auto, cpu, gpu, mps, or a name that a Lightning plugin registers.
+        strategy: auto (ddp on several devices), ddp, ddp_find_unused_parameters_true (for parameters left out of some steps) or
+            sharded (FSDP2).
+        shard: with strategy=sharded: names of the classes whose modules are sharded one by one; []: the blocks of our models, or
+            of a transformers model.
+        precision: 32-true, 64-true, bf16-mixed or bf16-true (float32 on a CPU without instructions for bfloat16).
+        accumulate: micro-batches per step. data.batch_size is the global batch; a LightningDataModule's batch is a micro-batch.
+        clip: largest global gradient norm; null: off.
+        val_every: steps between validations, besides one at the end; 0: only that one; null: 250, or an epoch with max_epochs.
+        val_batches: validation batches, from the first row on; null: all.
         val_batch_size: rows of a validation batch; null: data.batch_size.
         log_every: steps between rows of metrics.csv.
-        ckpt_every: steps between checkpoints, in addition to one at the end; 0: no checkpoints.
+        ckpt_every: steps between checkpoints, besides one at the end; 0: no checkpoints.
         ckpt_minutes: also write a checkpoint if the last one is this many minutes old; null: off.
-        monitor: the metric of best.ckpt, and of a schedule such as ReduceLROnPlateau.
-        monitor_mode: whether best.ckpt has the smallest (min) or the largest (max) value of monitor.
-        stop_at: end the run early, for example {metric: train_accuracy, value: 0.99, window: 16, extra_steps: 0}; null: off.
+        monitor: the metric of best.ckpt, and of schedules such as ReduceLROnPlateau.
+        monitor_mode: min or max: best.ckpt has the smallest or largest value of monitor.
+        stop_at: end the run early, as in {metric: train_accuracy, value: 0.99}; null: off.
         overfit: train on the same batch in every step.
-        rehearse: before the run's folder is created, try every stage of the run on two rows, without your own callbacks and
-            loggers. Each of several processes rehearses alone; in a grid, the first run of each arm does.
-        plan: do not train, but print the memory that parameters, gradients and optimizer states take in each process. This
-            machine need not have the devices. Activations are not counted.
-        compile: compile the network and the loss with torch.compile. torch caches the kernels in $TORCHINDUCTOR_CACHE_DIR.
-        deterministic: use only deterministic kernels. An error names an operation that has none.
+        rehearse: try every stage of the run on two rows before the run's folder is created.
+        plan: print the memory that each process will hold, and do not train.
+        compile: use torch.compile. torch caches the kernels in $TORCHINDUCTOR_CACHE_DIR.
+        deterministic: use only deterministic kernels; an operation without one is an error.
         threads: CPU threads per process; null: torch's default.
-        flush_denormal: on a CPU, round float32 numbers below 1.2e-38 to 0. Without the scale 1/√d_k, this can save most of the
-            time of a step.
-        peak_tflops: peak speed of the device in TFLOP/s, for mfu in metrics.csv; null: from a table, for some GPUs.
+        flush_denormal: on a CPU, round float32 numbers below 1.2e-38 to 0.
+        peak_tflops: peak TFLOP/s of the device, for mfu in metrics.csv; null: from a table of some GPUs.
         plugins: plugins for Lightning's Trainer, each with a _target_.
         profiler: a profiler for Lightning's Trainer, with a _target_.
-        extra: further arguments of Lightning's Trainer that have no key of their own.
+        extra: further arguments of Lightning's Trainer; those that a key of minitx sets are refused.
     """
 
     max_steps: Count | None = None
@@ -254,12 +249,12 @@ class EvaluationConfig(Config):
     """The task's metrics after training, with 95 % intervals, as ``scripts/evaluate.py`` prints them.
 
     Attributes:
-        test: after training, evaluate the test split with the last or the best weights: last | best; null: no test.
-        at_end: print the metrics of the validation split after training and write evaluation.json; if test is set, also
-            evaluation_test.json for the test split.
-        num_rows: number of rows of a split; null: all.
-        num_beams: number of beams for generated answers; 1: greedy.
-        num_shown: number of answers to show.
+        test: evaluate the test split after training, with the last or best weights; null: no test.
+        at_end: after training, print the metrics of the validation split and write evaluation.json (and with test
+            evaluation_test.json).
+        num_rows: rows of a split; null: all.
+        num_beams: beams for generated answers; 1: greedy.
+        num_shown: answers to show.
     """
 
     test: Literal["last", "best"] | None = None
@@ -276,9 +271,8 @@ class InitFrom(Config):
     Attributes:
         path: a checkpoint, a Hugging Face folder, or a name on the hub; null: new weights.
         overrides: values that replace keys of a Hugging Face config.json.
-        ignore: names or patterns of tensors in a Hugging Face folder that are not loaded.
-        fold_scale: allow a model.scale that differs from the file's, and multiply W_Q and W_K so that the model starts as the
-            same function.
+        ignore: names or patterns of tensors of a Hugging Face folder to leave out.
+        fold_scale: allow another model.scale, and multiply W_Q and W_K so that the model starts as the same function.
     """
 
     path: str | None = None
@@ -302,8 +296,8 @@ class RunConfig(Config):
     to every data set. ``output_dir`` is relative to the current folder.
 
     Attributes:
-        experiment: a name for the run's folder: runs/<experiment>/<date_time>/.
-        tags: words about the run, for config.yaml and Weights & Biases.
+        experiment: a name for the run's folder.
+        tags: words for config.yaml and Weights & Biases.
         optimized_metric: the metric of result.json that a sweep optimizes.
         model: the model.
         data: the data set; batch_size and num_workers are keys of every data set.
@@ -314,13 +308,13 @@ class RunConfig(Config):
         logger: loggers in addition to metrics.csv, by name.
         callbacks: callbacks of the run, by name. Each is a class of minitx, of Lightning or your own; null or false leaves one out.
         evaluation: the evaluation after training.
-        seed: seed of the initial weights, the order of the rows, and dropout.
+        seed: seed of the initial weights, the order of rows, and dropout.
         ckpt_path: a checkpoint to resume from; last: the newest one in output_dir.
         init_from: weights to start from.
-        output_dir: the run's folder, relative to the current one.
-        on_nonfinite: what ends a run whose loss, gradient or validation loss is not finite: stop (exit code 3, keeping the last
-            good checkpoint) | record (exit code 0).
-        imports: modules to import first, for example one that registers a backend.
+        output_dir: the run's folder; null: runs/<experiment>/<date_time>/.
+        on_nonfinite: after a loss, gradient or validation loss that is not finite: stop (exit code 3, the last good checkpoint
+            stays) or record (exit code 0).
+        imports: modules to import first, such as one that registers a backend.
         traceback: show the traceback of an error.
         trust: build any class that a checkpoint names. This can run arbitrary code.
     """

@@ -87,78 +87,74 @@ class TransformerConfig(Config):
     ``checkpointing`` saves memory by computing activations twice.
 
     Attributes:
-        architecture: the kind of model: decoder | encoder | encoder_decoder | vision.
-        vocab_size: V, the number of tokens; null: taken from the data.
-        type_vocab_size: number of token types; 0: taken from the data (none for text).
-        pad_id: the padding token; null: taken from the data.
-        bos_id: the token that begins the target of an encoder-decoder; null: taken from the data.
-        eos_id: the token that ends a text, or a list of such tokens, in addition to the data's.
+        architecture: decoder, encoder, encoder_decoder or vision.
+        vocab_size: V, the number of tokens; null: the data's.
+        type_vocab_size: number of token types; 0: the data's.
+        pad_id: the padding token; null: the data's.
+        bos_id: the first token of an encoder-decoder's target; null: the data's.
+        eos_id: the token, or list of tokens, that ends a text, besides the data's.
         embed_dim: E, the width of a token.
         num_heads: H, query heads.
         num_kv_heads: Hkv, key and value heads, a divisor of num_heads; null: num_heads.
         head_dim: D (d_k), the width of a head; null: embed_dim // num_heads.
-        num_layers: number of blocks; for encoder_decoder, on each side.
-        num_decoder_layers: number of decoder blocks of encoder_decoder; null: num_layers.
+        num_layers: blocks, on each side of an encoder-decoder.
+        num_decoder_layers: decoder blocks of an encoder-decoder; null: num_layers.
         ffn_dim: hidden units of the feed-forward; null: 4 * embed_dim (8/3 of it if gated).
-        max_len: the longest row with position=learned, the longest context in generation, and the length in scale=log_length.
-        dropout: probability of dropping activations and attention weights in training.
-        attention: the attention core: exact | additive | linear | performer | linformer; or, with _target_, a core or a whole
-            layer (a subclass of MultiHeadAttention) of your own.
-        window: number of visible keys, including the query's own; null: all. A list is a repeating pattern over the layers:
-            [4096, null].
-        num_features: number of random features of attention=performer; null: d_k ln d_k.
-        num_slots: number of slots, required by attention=linformer.
-        scale: the factor on q.k: inv_sqrt 1/sqrt(d_k) | unscaled 1 | inv 1/d_k | learned | log_length | 'head_dim^p' | a
+        max_len: longest context in generation, longest row with position=learned, length in scale=log_length.
+        dropout: probability of dropping activations and attention weights.
+        attention: exact, additive, linear, performer or linformer; or, with _target_, your own core or layer (a subclass of
+            MultiHeadAttention).
+        window: visible keys, including the query's own; null: all. A list repeats over the layers: [4096, null].
+        num_features: random features of attention=performer; null: d_k ln d_k.
+        num_slots: slots of attention=linformer (required).
+        scale: the factor on q.k: inv_sqrt (1/sqrt(d_k)), unscaled (1), inv (1/d_k), learned, log_length, 'head_dim^p' or a
             number.
         scale_factor: multiplies the scale.
-        backend: the kernel: auto | math | sdpa | chunked | flex | a registered name.
-        qk_norm: norm of queries and keys: rms | layer | l2; null: off.
-        qk_norm_eps: eps of qk_norm, added under the square root; for l2, the smallest norm to divide by.
+        backend: the kernel: auto, math, sdpa, chunked, flex or a registered name.
+        qk_norm: norm of queries and keys: rms, layer or l2; null: none.
+        qk_norm_eps: its eps, under the square root; for l2, the smallest norm to divide by.
         softcap: t in t * tanh(z / t); null: off.
-        sinks: add one learned logit per head that has no value.
-        position: the kind of positions: learned | sinusoidal | rotary | alibi | t5 | none.
-        position_offset: row of a learned table at which positions start (2 in RoBERTa).
-        rotary_base: base of the rotary frequencies. A larger base rotates more slowly. A list is a pattern over the layers.
+        sinks: one learned logit per head that has no value.
+        position: learned, sinusoidal, rotary, alibi, t5 or none.
+        position_offset: the first row of a learned table (2 in RoBERTa).
+        rotary_base: base of the frequencies (larger: slower). A list repeats over the layers.
         rotary_interleaved: pairs of channels (2i, 2i+1); false: (i, i + d_k/2), as in Llama.
-        rotary_scaling: linear | ntk | yarn | llama3, for long contexts; null: off.
-        rotary_factor: the new length divided by the length in training. A list is a pattern over the layers; 1 does not change
-            a layer.
+        rotary_scaling: linear, ntk, yarn or llama3, for long contexts; null: off.
+        rotary_factor: new length divided by the length in training. A list repeats over the layers.
         rotary_original_len: the length in training, required by yarn and llama3.
-        rotary_low: for yarn and llama3: channel pairs with fewer turns are interpolated; null: the paper's value.
-        rotary_high: for yarn and llama3: channel pairs with more turns are unchanged; null: the paper's value.
-        num_buckets: number of buckets of position=t5.
-        max_distance: with position=t5, keys from this distance on share a bucket.
-        norm: the kind of norms: layer | rms.
-        norm_eps: eps of the norms, added under the square root.
-        norm_position: where the norms are: pre | post | sandwich | deepnorm.
-        embed_norm: add a norm after the embeddings, as in BERT.
-        scale_embeddings: multiply token embeddings by sqrt(embed_dim), as in Vaswani et al. 2017.
-        scale_logits: divide the last hidden states by sqrt(embed_dim), as in T5 with a tied head.
-        parallel: compute attention and feed-forward from the same input and add both.
-        layer_scale: initial value of a learned gain for each channel of a sublayer's output; null: off.
-        stochastic_depth: probability, per sample, of dropping a sublayer of the last block. It grows linearly with depth.
-        checkpointing: recompute activations in the backward pass instead of storing them.
-        activation: the activation of the feed-forward: gelu | gelu_tanh | relu | relu2 | swiglu | geglu | geglu_tanh | reglu.
-        bias: whether the linear layers of attention and feed-forward have biases.
-        qkv_bias: whether the query, key and value projections have biases; null: as bias.
-        out_bias: whether attention's output projection has a bias; null: as bias.
-        init: the initial weights: gpt2 N(0, 0.02^2) | lecun variance 1/fan-in | xavier | torch_mha, torch_linear as torch's
-            layers | t5 lecun with 1/sqrt(d_k) in W_Q.
-        init_fold: put the factor 1/sqrt(d_k) into the initial weights: query (W_Q x d_k^-1/2) | symmetric (W_Q and W_K x
-            d_k^-1/4); null: off.
-        init_zero_outputs: start every sublayer with the output 0; a block with norm_position=pre or sandwich is then the
+        rotary_low: with yarn, llama3: fewer turns are interpolated; null: the paper's value.
+        rotary_high: with yarn, llama3: more turns are unchanged; null: the paper's value.
+        num_buckets: buckets of position=t5.
+        max_distance: with position=t5: keys from this distance on share a bucket.
+        norm: layer or rms.
+        norm_eps: eps of the norms under the square root.
+        norm_position: pre, post, sandwich or deepnorm.
+        embed_norm: a norm after the embeddings, as in BERT.
+        scale_embeddings: multiply token embeddings by sqrt(embed_dim) (Vaswani et al. 2017).
+        scale_logits: divide the last hidden states by sqrt(embed_dim) (T5 with a tied head).
+        parallel: attention and feed-forward read the same input; both outputs are added.
+        layer_scale: initial value of a learned gain per channel of a sublayer's output; null: off.
+        stochastic_depth: probability per sample of dropping a sublayer of the last block; it grows linearly with depth.
+        checkpointing: recompute activations in the backward pass to save memory.
+        activation: gelu, gelu_tanh, relu, relu2, swiglu, geglu, geglu_tanh or reglu.
+        bias: biases in the linear layers of attention and feed-forward.
+        qkv_bias: biases in the query, key and value projections; null: as bias.
+        out_bias: a bias in attention's output projection; null: as bias.
+        init: initial weights: gpt2 (N(0, 0.02^2)), lecun (variance 1/fan-in), xavier, torch_mha, torch_linear (as torch's layers)
+            or t5 (lecun, 1/sqrt(d_k) in W_Q).
+        init_fold: 1/sqrt(d_k) in the initial weights: query (W_Q x d_k^-1/2) or symmetric (W_Q and W_K x d_k^-1/4); null: off.
+        init_zero_outputs: start every sublayer with the output 0; with norm_position=pre or sandwich, a block is then the
             identity.
         tie_embeddings: use the embedding table as the weight of the lm head.
-        head: the output of an encoder: lm (each token) | sequence (num_labels per row) | token (num_labels per token) | none.
-        head_bias: whether an lm head has a bias.
-        logit_softcap: t in t * tanh(logits / t), for architecture=decoder and encoder_decoder; null: off.
-        head_transform: add BERT's layer before the head: before lm a dense layer, activation and norm; before sequence the
-            pooler's layer.
-        num_labels: number of labels, for head=sequence and token; null: taken from the data.
-        pooling: for head=sequence: first (the first real token) | mean.
-        pooler: add BERT's tanh layer after pooling, for head=sequence and none.
-        image_size: side of the images, in pixels; null: taken from the data.
-        num_channels: number of colour channels; null: taken from the data.
+        head: output of an encoder: lm (per token), sequence (num_labels per row), token (num_labels per token) or none.
+        head_bias: a bias in an lm head.
+        logit_softcap: t in t * tanh(logits / t), for decoder and encoder_decoder; null: off.
+        head_transform: BERT's layer before the head: dense, activation and norm for lm; the pooler's for sequence.
+        num_labels: labels, for head=sequence and token; null: the data's.
+        pooling: for head=sequence: first (the first real token) or mean.
+        pooler: BERT's tanh layer after pooling, for head=sequence and none.
+        image_size: side of the images, in pixels; null: the data's.
+        num_channels: colour channels; null: the data's.
         patch_size: side of a patch in pixels, for architecture=vision.
 
     Raises:

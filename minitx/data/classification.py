@@ -50,13 +50,12 @@ def classify(
 
     Args:
         path, val_path, subset, split, val_split: see ``load_tables``.
-        val_fraction: the part of the distinct texts that is held out for validation.
+        val_fraction: share of the distinct texts for validation.
         text_column: the column of texts.
-        second_column: a column of second texts. A second text follows the first text and an end mark, or another class token if the
-            tokenizer has no end mark; ``null``: none.
+        second_column: a column of second texts, after an end mark (else another class token); ``null``: none.
         label_column: the column of labels (numbers or words).
         tokenizer, bpe_vocab_size: see ``find_or_train_tokenizer``.
-        max_len: longest row in tokens, including the class token. Longer texts are truncated.
+        max_len: longest row in tokens, with the class token. Longer texts are truncated.
         bucket: put rows of similar length into the same batch.
 
     Raises:
@@ -143,8 +142,8 @@ def digits(*, val_fraction: Fraction = 0.2, shift: Natural = 1) -> Task:
     """Classification of images: scikit-learn's digits, 8×8.
 
     Args:
-        val_fraction: the part of every class that is held out for validation.
-        shift: shift each training image by a random number of pixels, at most this many, in every step; 0: do not shift.
+        val_fraction: share of every class for validation.
+        shift: shift each training image by a random number of pixels, at most this many.
 
     Raises:
         ConfigError: scikit-learn is missing.
@@ -173,11 +172,11 @@ def images(
 
     Args:
         path, val_path, subset, split, val_split: see ``load_tables``.
-        val_fraction: the part of every class that is held out for validation.
+        val_fraction: share of every class for validation.
         image_column: the column of images.
         label_column: the column of labels (numbers or words).
-        image_size: resize images to a square with sides of this many pixels; ``null``: do not resize.
-        shift: shift each training image by a random number of pixels, at most this many, in every step; 0: do not shift.
+        image_size: resize images to squares with sides of this many pixels; ``null``: do not resize.
+        shift: shift each training image by a random number of pixels, at most this many.
 
     Raises:
         ConfigError: the data or a column is missing, or images are not square.

@@ -65,7 +65,7 @@ def kjv(
     Args:
         context_len: tokens in a row.
         tokenizer, bpe_vocab_size: see ``find_or_train_tokenizer``.
-        val_fraction: the part of the characters, at the end of the text, that is held out for validation.
+        val_fraction: share of the characters, at the end of the text, for validation.
         cache_dir: the folder for caches; ``null``: ``data/`` in a checkout, else the user's cache folder.
 
     Raises:
@@ -109,8 +109,7 @@ def masked(
 
     Args:
         path: a UTF-8 text file; ``null``: the King James text.
-        mask_fraction: the part of a row's tokens to predict. Of these, 80 % are masked, 10 % replaced by a random token, 10 %
-            unchanged.
+        mask_fraction: share of the tokens of a row to predict: 80 % masked, 10 % replaced by a random token, 10 % unchanged.
         context_len, tokenizer, bpe_vocab_size, val_fraction, cache_dir: see ``kjv``.
 
     Raises:

@@ -139,19 +139,20 @@ def hf(
 ) -> Task:
     """Language modelling on documents: a row of a table is a document. A row of a batch can contain several documents.
 
+    With ``streaming``, checkpoints store the position in the stream, so a run must resume with the same number of processes and
+    workers.
+
     Args:
         path, val_path, subset, split, val_split: see ``load_tables``.
-        val_fraction: the part of the documents that is held out for validation.
+        val_fraction: share of the documents for validation.
         text_column: the column of documents; ``null``: ``text``, or the only column.
         tokenizer, bpe_vocab_size: see ``find_or_train_tokenizer``.
-        context_len: longest row, in tokens. A longer document continues in another row.
-        packing: put several documents into a row, without attention between them; ``false``: one document per row.
+        context_len: longest row in tokens. A longer document continues in another.
+        packing: several documents in a row, without attention between them; ``false``: one.
         bucket: put rows of similar length into the same batch.
-        streaming: read the training documents during training instead of preparing them first. Every row is full. Checkpoints
-            store the position in the stream, so a run must resume with the same number of processes and workers. Without
-            packing, the documents of a row see each other.
-        val_rows: with streaming: number of validation documents, from ``val_path`` or ``val_split``, else the first documents of
-            ``split``.
+        streaming: read documents during training, not before it. Every row is full; without packing, its documents see each
+            other.
+        val_rows: with streaming: validation documents, from ``val_path`` or ``val_split``, else the first of ``split``.
         cache_dir: the folder for caches; ``null``: ``data/`` in a checkout, else the user's cache folder.
 
     Raises:

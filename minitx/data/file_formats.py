@@ -28,13 +28,12 @@ def load_tables(
     """Return the training table and, if there is one, the validation table.
 
     Args:
-        path: a file (.txt, .csv, .tsv, .json, .jsonl, .parquet), several of them (``data/*.jsonl``), a folder, or a name on the
-            Hugging Face hub. Each line of a text file is a row with the column ``text``. In all text files, a line ends with ``\\n``,
-            ``\\r\\n`` or ``\\r``.
+        path: a file (.txt, .csv, .tsv, .json, .jsonl, .parquet), several (``data/*.jsonl``), a folder, or a name on the Hugging
+            Face hub. A line of a text file (ending with ``\\n``, ``\\r\\n`` or ``\\r``) is a row with the column ``text``.
         val_path: the table of validation rows; ``null``: see ``val_split``.
-        subset: the name of a data set, if ``path`` on the hub has several.
-        split: the training split. A local file has one split, ``train``. Slices such as ``train[:10%]`` are allowed.
-        val_split: the validation split; ``null``: ``val_fraction`` of the rows is held out, unless ``val_path`` is given.
+        subset: a data set of ``path`` on the hub, if it has several.
+        split: the training split, or a slice such as ``train[:10%]``. A local file has one, ``train``.
+        val_split: the validation split; ``null``: ``val_path``, or else ``val_fraction`` of the rows.
         options: further arguments of ``load_table``.
     """
     tables = [load_table(path, subset=subset, split=split, **options)]

@@ -25,10 +25,10 @@ def kv_lookup(*, num_keys: Count = 64, num_values: Count = 16, num_pairs: Count 
         labels          −100 … −100     num_keys + v_j         values as outputs follow the keys
 
     Args:
-        num_keys: number of different keys.
-        num_values: number of different values. A guess is right with probability 1 / num_values.
+        num_keys: different keys.
+        num_values: different values; chance is 1 / num_values.
         num_pairs: key-value pairs in a row.
-        val_size: number of validation rows. They are the same for every seed.
+        val_size: validation rows, the same for every seed.
     """
     _check_pairs(num_pairs, num_keys)
     draw = partial(_kv_lookup, num_keys, num_values, num_pairs)
@@ -54,11 +54,11 @@ def multi_query_recall(
     there are no filler tokens between queries: a query is 2 to L − 1 positions after its key.
 
     Args:
-        num_keys: number of different keys.
-        num_values: number of different values. A guess is right with probability 1 / num_values.
+        num_keys: different keys.
+        num_values: different values; chance is 1 / num_values.
         num_pairs: key-value pairs in a row.
-        num_queries: number of queried keys, each queried once, in random order.
-        val_size: number of validation rows. They are the same for every seed.
+        num_queries: queried keys, each once, in random order.
+        val_size: validation rows, the same for every seed.
     """
     _check_pairs(num_pairs, num_keys)
     if num_queries > num_pairs:
@@ -81,12 +81,10 @@ def induction(*, num_tokens: Count = 64, segment_len: Count = 12, max_gap: Natur
     that looks back a fixed number of positions could solve the task. Here such a head is right in 1/(G + 1) of the rows.
 
     Args:
-        num_tokens: number of different tokens. A guess is right with probability 1 / num_tokens. Apart from the copy, the
-            tokens of a row are distinct.
+        num_tokens: different tokens; chance is 1 / num_tokens.
         segment_len: tokens in the segment.
-        max_gap: number of tokens that appear once. 0 to max_gap of them (uniform) are between the copies, the rest before the
-            first copy.
-        val_size: number of validation rows. They are the same for every seed.
+        max_gap: tokens that appear once: 0 to max_gap of them (uniform) between the copies, the others before.
+        val_size: validation rows, the same for every seed.
     """
     drawn = segment_len + max_gap
     require(segment_len > 1, f"data.segment_len={segment_len} must be at least 2: its first token is not predicted")

@@ -485,9 +485,9 @@ def find_or_train_tokenizer(
     """Return a tokenizer.
 
     Args:
-        tokenizer: ``char`` (one id per character) or ``bpe`` (byte-level), both learned from the training split (``bpe`` from at
-            most 67 million characters of a text file, spread over it); or a ``tokenizer.json``, a folder that contains one, or a
-            name on the Hugging Face hub. In Python, it may be a ``Tokenizer``.
+        tokenizer: ``char`` (one id per character) or ``bpe`` (byte-level), learned from the training split (``bpe`` from at most
+            67 million characters of a text file, spread over it); a ``tokenizer.json``, a folder with one, or a name on the
+            Hugging Face hub.
         bpe_vocab_size: largest vocabulary of ``tokenizer=bpe``.
         texts: the texts that ``char`` and ``bpe`` are learned from.
         marks: the marks of a tokenizer that is learned.

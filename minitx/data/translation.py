@@ -65,19 +65,18 @@ def pairs(
 
     Args:
         path, val_path, subset, split, val_split: see ``load_tables``.
-        target_path: a text file with the targets of ``path``, line by line; ``null`` if ``path`` has two columns. A carriage return
-            within a line of either file is refused.
+        target_path: a text file with the targets of ``path``, line by line, without a carriage return in a line; ``null``:
+            ``path`` has two columns.
         val_target_path: the targets of ``val_path``.
-        test_path: pairs for the test split, as in ``val_path``; ``null``: no test split.
+        test_path: pairs of the test split; ``null``: no test split.
         test_target_path: the targets of ``test_path``.
-        val_fraction: the share of the distinct sources that is held out for validation.
-        source_column: the column of sources; ``null``: the first column. A csv or tsv file must then have no header.
-        target_column: the column of targets; ``null``: the second column.
+        val_fraction: share of the distinct sources for validation.
+        source_column: the column of sources; ``null``: the first, and a csv or tsv file has no header.
+        target_column: the column of targets; ``null``: the second.
         tokenizer, bpe_vocab_size: see ``find_or_train_tokenizer``.
-        max_source_len: longest source, in tokens. Longer pairs are left out of training. In validation, all pairs count, and longer
-            sources are truncated.
-        max_target_len: longest target in tokens, including the end mark. Longer pairs are left out of training. In validation, the loss
-            covers the first tokens of a longer target, and answers are compared with the whole target.
+        max_source_len: longest source in tokens. Longer pairs are left out of training; in validation, the source is truncated.
+        max_target_len: longest target in tokens, with its end mark. Longer pairs are left out of training. In validation, the
+            loss covers the first tokens, and answers are compared with the whole target.
         bucket: put rows of similar length into the same batch.
 
     Raises:
@@ -129,13 +128,13 @@ def dates(
     """Sequence to sequence: dates in the formats of many languages (Babel) to ISO 8601, in characters. Rows are as in ``pairs``.
 
     Args:
-        locales: languages of the dates. Each source begins with its locale.
-        first_year: first year of the dates.
-        last_year: last year of the dates.
-        train_size: number of training examples. Each is a day, a locale and a pattern.
-        val_size: number of validation examples. Their days do not occur in training.
+        locales: languages. Each source begins with its locale.
+        first_year: the first year.
+        last_year: the last year.
+        train_size: training examples, each a day, a locale and a pattern.
+        val_size: validation examples, of days that do not occur in training.
         bucket: put rows of similar length into the same batch.
-        tokenizer: ``char``: learned from the training split.
+        tokenizer: ``char``, learned from the training split.
 
     Raises:
         ConfigError: Babel does not know a locale, or the years or sizes do not fit each other.

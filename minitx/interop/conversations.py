@@ -184,13 +184,12 @@ def chat(
 
     Args:
         path, val_path, subset, split, val_split: see ``load_tables``.
-        val_fraction: the part of the conversations that is held out for validation.
+        val_fraction: share of the conversations for validation.
         messages_column: the column of conversations (lists of messages with ``role`` and ``content`` or ``tool_calls``).
-        template: a chat template (jinja2), as on the Hugging Face hub; ``null``: the template in the tokenizer's folder, else ours.
-            transformers renders it (extra ``hf``).
+        template: a chat template (jinja2), rendered by transformers (extra ``hf``); ``null``: the tokenizer folder's, else ours.
         tokenizer, bpe_vocab_size: see ``find_or_train_tokenizer``.
-        context_len: longest row, in tokens. A longer conversation is truncated.
-        packing: put several conversations into a row, without attention between them; ``false``: one conversation per row.
+        context_len: longest row in tokens; longer conversations are truncated.
+        packing: several conversations in a row, without attention between them; ``false``: one.
         bucket: put rows of similar length into the same batch.
 
     Raises:

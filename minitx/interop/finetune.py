@@ -46,11 +46,11 @@ class Lora(Config):
     Attributes:
         r: the rank.
         lora_alpha: the factor of the adapter, divided by r; ``null``: 2r.
-        lora_dropout: the probability of dropout before the adapter.
-        target_modules: names of the layers that get an adapter, a regular expression for them, or ``all-linear``: all but the head.
-            An adapter on tied embeddings or their head unties both. On a head with a soft-cap the adapter is added after the cap, and
+        lora_dropout: probability of dropout before the adapter.
+        target_modules: names of the layers with an adapter, a regular expression for them, or ``all-linear`` (all but the head).
+            An adapter on tied embeddings or their head unties both; on a head with a soft-cap, it is added after the cap and
             cannot be merged.
-        modules_to_save: names of other modules to train. The new head of a classifier is always trained.
+        modules_to_save: other modules to train. The new head of a classifier always is.
         use_rslora: divide by √r instead of r (Kalajdzievski 2023, arXiv:2312.03732).
         use_dora: learn direction and magnitude separately (Liu et al. 2024, arXiv:2402.09353).
     """
@@ -88,14 +88,13 @@ def pretrained_hf(
         task: the kind of task, which determines the head: ``language_model``, ``masked_lm``, ``seq2seq``, ``classify`` or ``tag``. In
             a run, the data decide. Default, and for ``other``: the class that ``config.json`` names. A head that the folder does not
             have is new.
-        adopt: run the attention of the model through our core (``adopt_hf``), for probes, the viewer, interventions and ``scale``.
-        scale: the score scale of an adopted model, as in ``set_scale``. ``own``: the model's scale.
-        fold_scale: multiply the weights of queries and keys so that the model with the new scale starts as the same function.
-        lora: train only a low-rank adapter (Hu et al. 2021, arXiv:2106.09685), with the package ``peft``. A number is the rank r, with
-            ``lora_alpha`` = 2r on all linear layers but the head. ``Lora`` has more arguments.
-        attention: the attention implementation of a model that is not adopted.
-        new_head: for ``classify`` and ``tag``: a new head in place of the folder's. Otherwise the labels of the data are numbered as in
-            the folder's ``id2label``.
+        adopt: run attention through our core (``adopt_hf``), for probes, the viewer, interventions and ``scale``.
+        scale: the score scale of an adopted model, as in ``set_scale``; ``own``: the model's.
+        fold_scale: multiply W_Q and W_K so that the model with the new scale starts as the same function.
+        lora: train only a low-rank adapter (Hu et al. 2021, arXiv:2106.09685) with ``peft``: a rank (on all linear layers but the
+            head), or keys of ``Lora``.
+        attention: ``sdpa`` or ``eager``, for a model that is not adopted.
+        new_head: with ``classify`` and ``tag``: a new head. Otherwise the labels are numbered as in the folder's ``id2label``.
         num_labels: the number of labels of a new head. In a run, the data decide.
         pad_id: the id of padding in the data, instead of the config's. In a run, the data decide.
         tokenizer: the tokenizer of the data. In a run, the data decide.

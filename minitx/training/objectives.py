@@ -30,11 +30,9 @@ class CrossEntropy:
     The run divides by the number of labels of a whole optimizer step.
 
     Args:
-        label_smoothing: share of the target probability that is spread evenly over all classes (ε of Szegedy et al. 2016,
-            arXiv:1512.00567, §7).
-        chunk_tokens: with head=lm, compute logits for this many tokens at a time (for example 1024) to save memory; null: for
-            all at once.
-        count_correct: count correct answers in training steps, for train_accuracy.
+        label_smoothing: share of the target probability spread over all classes (ε of Szegedy et al. 2016, arXiv:1512.00567, §7).
+        chunk_tokens: with head=lm, compute logits for this many tokens at a time, such as 1024, to save memory; null: all.
+        count_correct: count correct answers in training, for train_accuracy.
     """
 
     def __init__(self, label_smoothing: Share = 0.0, chunk_tokens: Count | None = None, count_correct: bool = True) -> None:

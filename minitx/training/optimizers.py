@@ -35,7 +35,7 @@ def adamw(
 
     Args:
         lr: the peak learning rate.
-        weight_decay: weight decay, not applied to biases, norms and other vectors (see ``role_of``).
+        weight_decay: not applied to biases, norms and other vectors (see ``role_of``).
         betas: decay rates of the two moments.
         eps: added to the square root of the second moment.
         rules: [{match: q_proj, lr: head_dim^-0.25, trainable: true}]: factors by name.
@@ -58,7 +58,7 @@ def sgd(
 
     Args:
         lr: see ``adamw``.
-        momentum: share of the previous updates that is added; 0: none.
+        momentum: share of the previous updates to add.
         weight_decay, rules, head_dim: see ``adamw``. The factor ``eps`` of a rule has no effect.
     """
     groups = parameter_groups(network, lr=lr, weight_decay=weight_decay, rules=rules, head_dim=head_dim)
@@ -84,8 +84,8 @@ def muon(
     """``Muon`` for the matrices of linear layers (see ``matrix_names``), and AdamW for embeddings, layers named ``head`` and vectors.
 
     Args:
-        lr: the peak learning rate of all other parameters.
-        matrix_lr: the peak learning rate of the matrices.
+        lr: peak learning rate of all other parameters.
+        matrix_lr: peak learning rate of the matrices.
         momentum: μ, the momentum of the matrices.
         ns_steps: Newton-Schulz iterations per update.
         weight_decay, betas, eps, rules, head_dim: see ``adamw``.
@@ -250,7 +250,7 @@ def constant(optimizer: torch.optim.Optimizer, max_steps: int, *, warmup_steps: 
 
     Args:
         max_steps: the number of steps; the run passes it.
-        warmup_steps: number of steps of a linear rise from zero; below 1: a share of all steps.
+        warmup_steps: steps of a linear rise from zero; below 1: a share of all steps.
     """
     return _after_warmup(optimizer, max_steps, warmup_steps, lambda t: 1.0)
 
@@ -298,7 +298,7 @@ def trapezoid(
     Args:
         max_steps, warmup_steps: see ``constant``.
         final_lr: see ``linear``.
-        decay_fraction: share of the steps, at the end, during which the learning rate decays.
+        decay_fraction: share of the steps, at the end, for the decay.
     """
     start = max(warmup_of(warmup_steps, max_steps), max_steps - round(decay_fraction * max_steps))
     return _after_warmup(optimizer, max_steps, warmup_steps, lambda t: 1.0 - (1.0 - final_lr) * t, start)

@@ -30,8 +30,8 @@ class SamplesOptions(Config):
     """The keys of ``callbacks.samples``.
 
     Attributes:
-        every: steps between samples; 0: no samples. There are also samples at the last step.
-        prompts: texts to continue or answer; with data=chat, user messages; empty: the beginnings of validation rows.
+        every: steps between samples, besides those at the end; 0: none.
+        prompts: texts to continue or answer (user messages with data=chat); empty: beginnings of validation rows.
         max_new_tokens: longest sample, in tokens.
         temperature: 0: take the most probable token; above 0: sample.
     """

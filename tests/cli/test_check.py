@@ -9,6 +9,7 @@ import torch
 
 from minitx.check import check_attention, check_model
 from minitx.cli import check
+from minitx.cli.command_line import meanings
 from minitx.cli.compose import compose_config, compose_program
 from minitx.cli.launch import run_training
 from minitx.training.checkpoints import write_checkpoint
@@ -111,9 +112,11 @@ def test_a_stage_is_graded_into_a_file(program, tmp_path):
     assert read["points"] == {"reached": 0, "most": 3} and not read["is_right"]
 
 
-def test_help_says_that_the_file_runs(program):
+def test_help_says_that_the_file_runs_and_shows_every_key_and_its_meaning(program):
     code, shown, _ = program("--help")
-    assert code == 0 and "Python runs the file" in shown and "stage=" in shown
+    assert code == 0 and "Python runs the file" in shown
+    for name, meaning in meanings(check.CheckConfig).items():
+        assert f"  {name}=" in shown and meaning in shown
 
 
 @pytest.mark.parametrize(("words", "complaint"), [

@@ -1,16 +1,16 @@
-"""``docs/configuring.md``: every key with its type, default and meaning, from dataclasses, signatures and the YAML files.
+"""``docs/configuring.md``: every key of a run with its default and meaning, from dataclasses, signatures and the YAML files.
 
-What several options of a group, or several programs, explain in the same words stands on the page once.
+Keys that several options of a group explain in the same words are listed once, below the names of these options. A meaning is under
+``Attributes`` in the docstring of the dataclass, or of a class that it inherits from, and under ``Args`` in the docstring of a function;
+``see ``NAME```` there is the meaning that NAME gives. The comment at the top of an option's YAML file describes the option.
 
-A meaning stands under ``Attributes`` in the docstring of the dataclass, or of a class that it inherits from, and under ``Args`` in the
-docstring of a function; ``see ``NAME```` there is the meaning that NAME gives. What an option of a group is stands at the top of its YAML
-file. ``python tests/docs/configuring_page.py`` writes the page; its first part is ``configuring_head.md``.
+``python tests/docs/configuring_page.py`` writes the page; its first part is ``configuring_head.md``. The other programs print their keys
+(``--help``).
 """
 
 import dataclasses
 import inspect
 import re
-import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -32,7 +32,6 @@ from minitx.config.schema import config_class_of
 from minitx.config.training import CALLBACKS, LOADING
 from minitx.data.file_formats import load_tables
 from minitx.data.task import find_or_train_tokenizer
-from minitx.data.tokenizers import Tokenizer
 from minitx.interop.finetune import Lora, pretrained_hf
 from minitx.training import optimizers
 
@@ -47,16 +46,16 @@ PROGRAMS = {
     "export": ExportConfig,
     "check": CheckConfig,
 }
-PLAIN = {int: "whole number", float: "number", bool: "true, false", str: "word", type(None): "null"}
-PLAIN |= dict.fromkeys((Any, object), "anything")
+WITH_SECTIONS = {*GROUPS, "evaluation", "init_from"} - {"experiment"}
+"""Keys of a run that have a section of their own."""
 
 
 class Key(typing.NamedTuple):
-    """A line of the page; ``meaning`` is empty where nobody has written one."""
+    """A key in a list; ``default`` is None if the key must be given, and empty if it is not shown."""
 
     name: str
-    kind: str
-    default: str
+    words: tuple[str, ...]
+    default: str | None
     meaning: str
 
 
@@ -81,7 +80,7 @@ def keys(cls: type) -> list[Key]:
     return [
         Key(
             "NAME" if field.metadata.get("rest") else field.name,
-            kind_of(hints[field.name]),
+            words_of(hints[field.name]),
             default_of(field.default if field.default_factory is dataclasses.MISSING else field.default_factory()),
             said.get(field.name, ""),
         )
@@ -93,8 +92,8 @@ SHARED = {"load_tables": load_tables, "find_or_train_tokenizer": find_or_train_t
 SHARED |= {name: getattr(optimizers, name) for name in ("adamw", "constant", "linear")}
 """What explains arguments of several targets."""
 OF_ALL_DATA = [
-    Key("batch_size", "whole number", f"`{LOADING['batch_size'][1]}`", "rows of a step, over all devices and micro-batches"),
-    Key("num_workers", "whole number", "`0`", "processes that load batches; 0: the training process does"),
+    Key("batch_size", (), str(LOADING["batch_size"][1]), "rows of a step, over all devices and micro-batches"),
+    Key("num_workers", (), str(LOADING["num_workers"][1]), "processes that load batches; 0: the training process does"),
 ]
 
 
@@ -134,35 +133,25 @@ def arguments(target: Any, positional: int = 0, without: Iterable[str] = ()) -> 
     hidden = {*without, *(FROM_THE_RUN if positional else ())}
     said, hints = explained(target), typing.get_type_hints(target.__init__ if isinstance(target, type) else target)
     named = [one for one in list(inspect.signature(target).parameters.values())[positional:] if one.name not in hidden]
-    return [Key(one.name, kind_of(hints[one.name]), default_of(one.default), said.get(one.name, "")) for one in named]
+    return [Key(one.name, words_of(hints[one.name]), default_of(one.default), said.get(one.name, "")) for one in named]
 
 
-def default_of(made: Any) -> str:
+def default_of(made: Any) -> str | None:
     """A default as somebody would type it; a long list by its beginning, a group not at all."""
     value = to_dict(made)
     if value in (dataclasses.MISSING, inspect.Parameter.empty):
-        return "must be given"
+        return None
     if value is None or isinstance(value, bool):
-        return f"`{str(value).lower().replace('none', 'null')}`"
+        return str(value).lower().replace("none", "null")
     if isinstance(value, list):
-        return f"`[{', '.join(map(str, value[:3]))}{', …' if len(value) > 3 else ''}]`"
-    return "" if isinstance(value, dict) else f"`{value}`"
+        return f"[{', '.join(map(str, value[:3]))}{', …' if len(value) > 3 else ''}]"
+    return ("" if value else "{}") if isinstance(value, dict) else str(value)
 
 
-def kind_of(hint: Any) -> str:
-    """A type in words."""
-    origin, inside = typing.get_origin(hint), typing.get_args(hint)
-    if hint == Part:
-        return "`_target_` …"
-    if origin is Literal:
-        return ", ".join(f"`{word}`" for word in inside)
-    if origin in (typing.Union, types.UnionType):
-        return ", or ".join(dict.fromkeys(kind_of(one) for one in inside if one is not Tokenizer))
-    if origin is tuple:
-        return f"list of {kind_of(inside[0])}" if inside[-1] is Ellipsis else f"{len(inside)} of {kind_of(inside[0])}"
-    if isinstance(origin, type) and issubclass(origin, Mapping):
-        return f"mapping to {kind_of(inside[1])}"
-    return "group" if dataclasses.is_dataclass(hint) else PLAIN[hint]
+def words_of(hint: Any) -> tuple[str, ...]:
+    """The words that a type allows; none if it allows any word."""
+    inside = typing.get_args(hint)
+    return inside if typing.get_origin(hint) is Literal else tuple(word for one in inside for word in words_of(one))
 
 
 def options(group: str) -> dict[str, str]:
@@ -175,6 +164,14 @@ def options(group: str) -> dict[str, str]:
     return found
 
 
+def described(group: str) -> str:
+    """A list of the options of a group. Options with the same description share a line."""
+    named: dict[str, list[str]] = {}
+    for name, meaning in options(group).items():
+        named.setdefault(meaning, []).append(f"`{name}`")
+    return "\n".join(f"- {', '.join(names)}: {marked(meaning)}" for meaning, names in named.items())
+
+
 def marked(text: str) -> str:
     """A text in which nothing is markup; what looks like YAML is code."""
     code = r"`[^`]*`|\b_target_\b|\{[^}]*\}+|<\w+>(?:/<\w+>)*/?|\w+/<\w+>[/<>\w]*"
@@ -182,104 +179,106 @@ def marked(text: str) -> str:
     return "".join(f"`{part.strip('`')}`" if n % 2 else part.replace("*", "\\*") for n, part in enumerate(parts))
 
 
-def table(columns: str, rows: list[list[str]]) -> str:
-    """A table in Markdown."""
-    lines = [columns, "|---" * (columns.count("|") - 1) + "|"]
-    lines += [f"| {' | '.join(marked(cell).replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
-    return "\n".join(lines)
-
-
-def section(place: str, cls: type) -> str:
-    """The heading and the keys of one dataclass."""
-    title = f"### `{place}`" if place else "### Of the run"
-    return f"{title}\n\n{listed(keys(cls))}"
-
-
-SHOWN = {"whole number": r"`-?\d+`", "number": r"`-?\d+(\.\d+|e).*`", "true, false": "`(true|false)`", "word": "`[^\\[].*`|``"}
-"""The defaults that show their type."""
-
-
-def type_of(key: Key) -> str:
-    """The type in parentheses, where neither the default nor the meaning says it."""
-    kinds = key.kind.split(", or ")
-    if key.default == "`null`" or re.search(r"\bnull\b", key.meaning):
-        kinds = [kind for kind in kinds if kind != "null"]
-    if all(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", key.meaning) for word in re.findall("`([^`]+)`", key.kind)):
-        kinds = [kind for kind in kinds if not kind.startswith("`")]
-    if not kinds or (len(kinds) == 1 and re.fullmatch(SHOWN.get(kinds[0], "(?!)"), key.default)):
-        return ""
-    return f"({', or '.join(dict.fromkeys(kinds))}) "
-
-
 def listed(keys: Iterable[Key]) -> str:
     """A list of keys: as typed with the default, and the meaning."""
     lines = []
     for key in keys:
-        default = {"must be given": "=…", "": ""}.get(key.default, f"={key.default.strip('`')}")
-        lines.append(f"- `{key.name}{default}`: {marked(type_of(key) + key.meaning.rstrip('.'))}")
+        unnamed = [word for word in key.words if not re.search(rf"(?<!\w){re.escape(word)}(?!\w)", key.meaning)]
+        words = f"({' | '.join(key.words)}) " if unnamed else ""
+        default = "=…" if key.default is None else key.default and f"={key.default}"
+        meaning = re.sub(r" \([^()]*arXiv[^()]*\)", "", key.meaning).rstrip(".").removesuffix("; null: off")
+        lines.append(f"- `{key.name}{default}`: {marked(words + meaning)}")
     return "\n".join(lines)
 
 
-def shared(tables: Iterable[list[Key]]) -> dict[tuple[str, str, str], Key]:
-    """The keys that two or more tables explain in the same words, with the default that most of them have. One meaning for each name."""
-    found: dict[tuple[str, str, str], list[Key]] = {}
-    for key in (key for table in tables for key in table):
-        found.setdefault((key.name, key.kind, key.meaning), []).append(key)
-    often = {same: max(keys, key=keys.count) for same, keys in found.items() if len(keys) > 1}
-    names = [key.name for key in often.values()]
-    return {same: key for same, key in often.items() if names.count(key.name) == 1}
+def of_options(tables: Mapping[str, list[Key]], common: Iterable[Key] = ()) -> Iterator[str]:
+    """The keys of several options, each once, below the names of the options that have it; another default is in parentheses."""
+    found: dict[tuple[str, str], dict[str, Key]] = {}
+    for option, own in tables.items():
+        for key in own:
+            found.setdefault((key.name, key.meaning), {})[option] = key
+    lists: dict[tuple[str, ...], list[Key]] = {}
+    for shared in found.values():
+        defaults = [key.default for key in shared.values()]
+        usual = max(defaults, key=defaults.count)
+        others: dict[str | None, list[str]] = {}
+        for option, key in shared.items():
+            if key.default != usual:
+                others.setdefault(key.default, []).append(f"`{option}`")
+        exceptions = [f"`{default}` with {', '.join(names)}" for default, names in others.items()]
+        key = next(key for key in shared.values() if key.default == usual)
+        meaning = f"{key.meaning.rstrip('.')} ({'; '.join(exceptions)})" if exceptions else key.meaning
+        lists.setdefault(tuple(shared), []).append(key._replace(meaning=meaning))
+    everywhere = [*common, *lists.pop(tuple(tables), [])]
+    if everywhere:
+        yield listed(everywhere)
+    for names, own in sorted(lists.items(), key=lambda entry: -len(entry[0])):
+        yield f"**{', '.join(f'`{name}`' for name in names)}**"
+        yield listed(own)
 
 
-def of_several(title: str, tables: Mapping[str, list[Key]], common: Iterable[Key] = ()) -> list[str]:
-    """One list of what the ``tables`` share, with ``common`` before it, and for each of them its other keys."""
-    once = shared(tables.values())
-    parts = [f"### {title}\n\n{listed([*common, *once.values()])}"] if once or common else []
-    for name, keys in tables.items():
-        parts.append(f"### `{name}`")
-        names, own = [], []
-        for key in keys:
-            if same := once.get((key.name, key.kind, key.meaning)):
-                default = "" if key.default == same.default else f"={key.default.strip('`')}"
-                names.append(f"`{key.name}{default}`")
-            else:
-                own.append(key)
-        parts += [f"As above: {', '.join(names)}."] if names else []
-        parts += [listed(own)] if own else []
-    return parts
-
-
-def of_targets(group: str, title: str, common: Iterable[Key] = ()) -> list[str]:
+def of_targets(group: str, common: Iterable[Key] = ()) -> Iterator[str]:
     """The arguments of the options of a group."""
     positional = by_position(group)
-    return of_several(title, {option: arguments(target, positional) for option, target in targets(group).items()}, common)
+    tables = {option.partition("=")[2]: arguments(target, positional) for option, target in targets(group).items()}
+    return of_options(tables, common)
+
+
+def in_section(place: str, keys: Iterable[Key]) -> list[str]:
+    """The heading and the keys of a place inside a group."""
+    return [f"#### `{place}`", listed(keys)]
+
+
+def keys_of_groups() -> dict[str, list[str]]:
+    """The blocks of Markdown that list the keys of each group; the keys of the run itself are under an empty name."""
+    found: dict[str, list[str]] = {group: [] for group in ("", *GROUPS)}
+    for place, cls in sections():
+        group = place.partition(".")[0]
+        own = [key for key in keys(cls) if place or key.name not in WITH_SECTIONS]
+        found[group if group in GROUPS else ""] += [listed(own)] if place in ("", *GROUPS) else in_section(place, own)
+    of_grid = [f"- `{place}`: {named(cls)} (`{cls.__name__}`)" for place, cls in sections(AblationConfig, "ablation")]
+    found["ablation"] += [GRID, "\n".join(of_grid)]
+    found["model"] += [listed(keys(TransformerConfig))]
+    found["model"] += in_section("model=hf", arguments(pretrained_hf, without=("task", "num_labels", "pad_id", "tokenizer")))
+    found["model"] += in_section("model.lora", keys(Lora))
+    found["data"] += of_targets("data", OF_ALL_DATA)
+    for group in ("objective", "optimizer", "schedule"):
+        found[group] += of_targets(group)
+    found["optimizer"] += in_section("optimizer.rules[]", keys(ParameterRule))
+    of_callbacks = {name: config_class_of(find_target(node["_target_"], name)) for name, node in CALLBACKS.items()}
+    for name, cls in of_callbacks.items():
+        found["callbacks"] += in_section(f"callbacks.{name}", keys(cls)) if cls is not None else []
+    found["callbacks"] += in_section("callbacks.wandb", arguments(WandbFiles, without=["folder"]))
+    return found
+
+
+GRID = "`python -m pydoc minitx.ablation.design.StudyConfig` prints the keys of a study with defaults and meanings; likewise for the other places:"
+"""What is above the places inside a grid."""
+
+
+def named(cls: type) -> str:
+    """The names of the keys of a dataclass."""
+    return ", ".join(f"`{key.name}`" for key in keys(cls))
+
+
+def folded(blocks: Iterable[str]) -> list[str]:
+    """Blocks that a reader unfolds."""
+    return ['<details markdown="1">', "<summary>Keys</summary>", *blocks, "</details>"]
 
 
 def page() -> str:
     """The whole page."""
-    parts = [HEAD.read_text(encoding="utf-8").rstrip(), "## Groups and their options"]
-    for group in GROUPS:
-        rows = [[f"`{name}`", says] for name, says in options(group).items()]
-        parts.append(f"### `{group}=`\n\n{table('| option | what |', rows)}")
+    lists = keys_of_groups()
+    parts = [HEAD.read_text(encoding="utf-8").rstrip()]
+    parts += folded(lists.pop(""))
+    for group, blocks in lists.items():
+        parts += [f"### `{group}=`", described(group)]
+        parts += folded(blocks) if blocks else []
     parts.append(
-        "## Keys\n\nA key of a group is typed with the group before it: `model.embed_dim=64`. The lists show each key with its default; "
-        "`=…` must be given. The YAML file of an option may set another one. The default shows the type: `4` is a whole number, `0.5` a number, "
-        "`true` true or false, `gelu` a word, and `null` without more says that a word may be given. Parentheses hold any other type."
+        "## The other programs\n\nThey take `key=value` as well, and no files. `--help` prints each key with its default and meaning, "
+        "as in `python scripts/generate.py --help`."
     )
-    parts += [section(place, cls) for place, cls in sections()]
-    of_callbacks = {name: config_class_of(find_target(node["_target_"], name)) for name, node in CALLBACKS.items()}
-    parts += [section(f"callbacks.{name}", cls) for name, cls in of_callbacks.items() if cls is not None]
-    parts.append(f"### `callbacks.wandb`\n\n{listed(arguments(WandbFiles, without=['folder']))}")
-    parts.append(section("model", TransformerConfig))
-    of_data = ("task", "num_labels", "pad_id", "tokenizer")
-    parts.append(f"### `model=hf`\n\n{listed(arguments(pretrained_hf, without=of_data))}")
-    parts.append(section("model.lora", Lora))
-    for group in ("objective", "optimizer", "schedule"):
-        parts += of_targets(group, f"`{group}`, of several options")
-    parts.append(section("optimizer.rules[]", ParameterRule))
-    parts += of_targets("data", "`data`, of several data sets", OF_ALL_DATA)
-    parts += [section(place, cls) for place, cls in sections(AblationConfig, "ablation")]
-    parts.append("## The other programs\n\nThey take `key=value` as well, and no files. `--help` prints these keys.")
-    parts += of_several("Of several programs", {f"{name}.py": keys(cls) for name, cls in PROGRAMS.items()})
+    parts += [f"### `{name}.py`\n\n{named(cls)}" for name, cls in PROGRAMS.items()]
     return "\n\n".join(parts) + "\n"
 
 

@@ -75,16 +75,16 @@ CELLS: dict[str, Callable[[str], str]] = {
 
 
 USUAL = {"`check`": "`auto`", "padding": "left, right"}
-"""What the page leaves out, beside ``yes``."""
+"""What the page leaves out, besides ``yes`` and ``–``."""
 
 
 def row(name: str) -> str:
-    """What is not as usual with one family; empty for none."""
+    """What applies to one family and is not as usual; empty for nothing."""
     if name in REFUSED:
         held = holds(checks.test_a_model_whose_attention_is_not_replaced_or_not_rightly_is_refused_and_given_back, name)
         return "refused" if held == "yes" else "not refused"
     cells = {column: cell(name) for column, cell in CELLS.items()}
-    return "; ".join(f"{column}: {cell}" for column, cell in cells.items() if cell != USUAL.get(column, "yes"))
+    return "; ".join(f"{column}: {cell}" for column, cell in cells.items() if cell not in (USUAL.get(column, "yes"), "–"))
 
 
 def table(names: tuple[str, ...] = (*NAMES, *BESIDE, *PARTLY, *REFUSED)) -> str:
