@@ -1,29 +1,45 @@
-"""P10: the seconds before a command begins its work, in fresh processes with bytecode, and with files in the page cache.
+"""P10: the CPU seconds (user and system) before a command begins its work, in fresh processes of one thread, with bytecode.
 
 - ``scripts/train.py`` to the end of its first step, when ``metrics.csv`` has its first row, over a bare Lightning script with the same
   network, random windows of the same token file and the same AdamW.
-- ``generate.py``, ``evaluate.py`` and ``view_attention.py`` on small checkpoints, over a process that imports torch and loads the file.
-- Seconds of ``import minitx.nn`` in a process that has torch.
+- ``generate.py``, ``evaluate.py`` and ``view_attention.py`` on small checkpoints to their first output, over importing torch and loading the
+  file; ``check.py`` over importing torch and the file.
+- ``from minitx.nn import MultiHeadAttention`` in a process that has torch.
 """
 
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
+import torch
 from harness import ROOT, Row, compared, median_interval, parser, row, turns, write
 
 from minitx.data import kjv
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+ENVIRONMENT["OMP_NUM_THREADS"] = "1"  # a thread that waits for another uses its CPU, too
 RUN = ("trainer.max_steps=2", "trainer.accelerator=cpu", "trainer.val_every=0", "trainer.val_batches=1")
 RUN += ("callbacks.progress=false",)
-IMPORTS = "import time, torch; t = time.perf_counter(); import minitx.nn; print(time.perf_counter() - t)"
+IMPORTS = (
+    "import time, torch; t = time.process_time(); from minitx.nn import MultiHeadAttention; print(time.process_time() - t)"
+)
+ATTENTION = """
+import torch
+
+def attention(query, key, value, mask=None):
+    scores = query @ key.mT / query.shape[-1] ** 0.5
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    return scores.softmax(-1) @ value
+"""
 BARE = """
 import sys, lightning.pytorch as L, numpy as np, torch, torch.nn.functional as F
 from minitx.config import TransformerConfig
@@ -50,25 +66,33 @@ L.Trainer(max_steps=1, accelerator="cpu", **quiet).fit(Module(), loader)
 """
 
 
-def run(*words: str) -> float:
-    """Wall seconds of a whole Python process."""
-    began = time.perf_counter()
+def of_processes() -> float:
+    """CPU seconds of all processes that this one has started and waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def run(*words: str) -> None:
+    """A Python process that must succeed."""
     done = subprocess.run([sys.executable, *words], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"error: {' '.join(words)}: {done.stderr}")
-    return time.perf_counter() - began
 
 
 def until(seen: Callable[[subprocess.Popen[str]], bool], *words: str) -> float:
-    """Wall seconds from the start of a Python process until ``seen`` is true; later seconds are not counted."""
-    began, command = time.perf_counter(), [sys.executable, *words]
+    """CPU seconds of a Python process that is killed as soon as ``seen`` is true."""
+    before, command = of_processes(), [sys.executable, *words]
     with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         done = seen(process)
-        seconds = time.perf_counter() - began
         process.kill()
     if not done:
-        raise SystemExit(f"error: {' '.join(words)} made no step")
-    return seconds
+        raise SystemExit(f"error: {' '.join(words)} ended before its work")
+    return of_processes() - before
+
+
+def until_output(*words: str) -> float:
+    """Of any process, to the first character on stdout."""
+    return until(lambda process: process.stdout is not None and process.stdout.read(1) != "", *words)
 
 
 def until_first_step() -> float:
@@ -86,11 +110,6 @@ def until_first_step() -> float:
         return until(seen, str(ROOT / "scripts/train.py"), *RUN, "trainer.ckpt_every=0", f"output_dir={metrics.parent}")
 
 
-def until_said(tokens: Path) -> float:
-    """Of the bare script, to the line that it prints after its first step."""
-    return until(lambda process: any(line.strip() == "step" for line in process.stdout or ()), "-c", BARE, str(tokens))
-
-
 def by_turns(a: Callable[[], float], b: Callable[[], float], pairs: int) -> Row:
     """``compared``, after a start of each for bytecode and the page cache."""
     a(), b()
@@ -98,34 +117,53 @@ def by_turns(a: Callable[[], float], b: Callable[[], float], pairs: int) -> Row:
 
 
 def commands(pairs: int) -> Iterator[Row]:
-    """The scripts that read a checkpoint."""
+    """The scripts that read a checkpoint or a file of Python."""
     with tempfile.TemporaryDirectory() as name:
-        last = "checkpoints/last.ckpt"
         recall = ("experiment=kv_lookup", "data.val_size=32", "schedule.warmup_steps=0")
         run("scripts/train.py", *RUN, f"output_dir={name}/text")
         run("scripts/train.py", *recall, *RUN, f"output_dir={name}/recall")
-        for words in (
-            ["generate.py", f"ckpt_path={name}/text/{last}", "prompt=And", "max_new_tokens=1"],
-            ["evaluate.py", f"ckpt_path={name}/recall/{last}"],
-            ["view_attention.py", f"ckpt_path={name}/recall/{last}", "row=0", f"output={name}/page.html"],
+        Path(name, "mine.py").write_text(ATTENTION, encoding="utf-8")
+        text, recalled = (f"{name}/{folder}/checkpoints/last.ckpt" for folder in ("text", "recall"))
+        load = "import torch; torch.load({!r}, weights_only=True); print(1, flush=True)"
+        load_file = f"import sys, torch; sys.path.insert(0, {name!r}); import mine; print(1, flush=True)"
+        page = f"output={name}/page.html"
+        for label, wanted, code, program, *words in (
+            ("a small checkpoint", "<= 1.3", load.format(text), "generate.py", f"ckpt_path={text}", "prompt=And"),
+            ("a small checkpoint", "<= 1.5", load.format(recalled), "evaluate.py", f"ckpt_path={recalled}"),
+            (
+                "a small checkpoint",
+                "<= 1.3",
+                load.format(recalled),
+                "view_attention.py",
+                f"ckpt_path={recalled}",
+                "row=0",
+                page,
+            ),
+            ("a function of attention", "<= 1.3", load_file, "check.py", f"{name}/mine.py:attention"),
         ):
-            path = words[1].removeprefix("ckpt_path=")
-            load = ["-c", f"import torch; torch.load({path!r}, weights_only=True)"]
-            found = by_turns(lambda load=load: run(*load), lambda words=words: run(f"scripts/{words[0]}", *words[1:]), pairs)  # type: ignore[misc]
-            yield row("P10", f"{words[0]} over importing torch and loading the file", "a small checkpoint", found, "<= 1.5")
+            a = partial(until_output, "-c", code)
+            b = partial(until_output, str(ROOT / "scripts" / program), *words)
+            what = f"CPU seconds of {program} to its first output over importing torch and loading the file"
+            yield row("P10", what, label, by_turns(a, b, pairs), wanted)
+
+
+def import_of_attention(pairs: int) -> Row:
+    run("-c", IMPORTS)
+    command = [sys.executable, "-c", IMPORTS]
+    times = [float(subprocess.check_output(command, cwd=ROOT, env=ENVIRONMENT, text=True)) for _ in range(2 * pairs)]
+    what = "CPU seconds of from minitx.nn import MultiHeadAttention"
+    return row("P10", what, "after import torch", median_interval(times), "<= 0.1")
 
 
 def main() -> None:
     given = parser(__doc__, ("P10",), pairs=8).parse_args()
+    torch.set_num_threads(1)  # recorded
     tokens = kjv().train.tokens.path  # type: ignore[union-attr]
-    found = by_turns(lambda: until_said(tokens), until_first_step, given.pairs)
-    rows = [row("P10", "train.py to its first step over a bare Lightning script", "E 128, 12 x 64", found, "<= 1.1")]
+    found = by_turns(partial(until_output, "-c", BARE, str(tokens)), until_first_step, given.pairs)
+    what = "CPU seconds of train.py to its first step over a bare Lightning script"
+    rows = [row("P10", what, "E 128, 12 x 64", found, "<= 1.1")]
     rows += commands(given.pairs)
-    run("-c", IMPORTS)
-    command = [sys.executable, "-c", IMPORTS]
-    times = [float(subprocess.check_output(command, cwd=ROOT, env=ENVIRONMENT, text=True)) for _ in range(2 * given.pairs)]
-    rows.append(row("P10", "seconds of import minitx.nn", "after import torch", median_interval(times), "<= 0.1"))
-    write("start", rows)
+    write("start", [*rows, import_of_attention(given.pairs)])
 
 
 if __name__ == "__main__":

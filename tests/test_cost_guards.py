@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import minitx
 from minitx.canvas import panels
-from minitx.cli.launch import importing
+from minitx.cli import importing
 from minitx.config import Part, RunConfig, TrainerConfig, TransformerConfig, node
 from minitx.data import kv_lookup
 from minitx.nn import Causal, DecoderLM, Padding, build_model
@@ -246,45 +246,60 @@ def test_every_script_answers_help_without_torch_or_anything_heavy(tmp_path):
 
 
 @pytest.mark.slow
-def test_evaluating_generating_and_looking_load_neither_lightning_nor_fsdp():
+def test_evaluating_generating_looking_and_checking_load_neither_lightning_nor_fsdp_nor_sympy():
     """They take longer than what these programs do with a small checkpoint."""
-    modules = "training.evaluation", "training.checkpoints", "cli.inputs", "generation", "analysis.viewer"
+    modules = "training.evaluation", "training.checkpoints", "cli.inputs", "generation", "analysis.viewer", "check"
     code = f"import sys, {', '.join(f'minitx.{name}' for name in modules)}\n"
-    code += "print({'lightning', 'transformers', 'torch.distributed.fsdp'} & set(sys.modules))"
+    code += "minitx.check.check_attention(lambda q, k, v: (q @ k.mT).softmax(-1) @ v)\n"
+    code += "print({'lightning', 'transformers', 'torch.distributed.fsdp', 'sympy'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 
+REFUSED = {
+    "train": ["experiment=char_lm", "callbacks.progress=false", "data=text", "data.path=missing.txt"],
+    "generate": ["ckpt_path=missing.ckpt", "prompt=a"],
+    "evaluate": ["ckpt_path=missing.ckpt"],
+    "export": ["ckpt_path=missing.ckpt", "output=folder"],
+    "view": ["ckpt_path=missing.ckpt", "text=a"],
+    "check": ["mine.py:missing"],
+}
+"""Command lines that are refused after the imports of the program."""
+
+
 @pytest.mark.slow
-def test_no_full_collection_of_garbage_interrupts_the_imports_of_a_run(tmp_path):
+@pytest.mark.parametrize("program", REFUSED)
+def test_no_full_collection_of_garbage_interrupts_the_imports_of_a_program(tmp_path, program):
     """Each would visit all objects of torch and Lightning that there are by then."""
+    (tmp_path / "mine.py").write_text("import torch\n", encoding="utf-8")
     code = (
         "import gc, sys\n"
-        "from minitx.cli.train import main\n"
+        f"from minitx.cli import minitx_{program}\n"
         "generations = []\n"
         "gc.callbacks.append(lambda phase, info: 'torch' in sys.modules and generations.append(info['generation']))\n"
-        "main()\n"
-        "print('lightning' in sys.modules, gc.isenabled(), 2 in generations)"
+        f"code, library = minitx_{program}(), {'lightning' if program == 'train' else 'torch'!r}\n"
+        "print(code, library in sys.modules, gc.isenabled(), gc.get_freeze_count() > len(gc.get_objects()), 2 in generations)"
     )
-    words = "experiment=char_lm", "callbacks.progress=false", "data=text", "data.path=missing.txt"  # refused after the imports
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert done.stdout.splitlines()[-1] == "True True False"
+    command = [sys.executable, "-c", code, *REFUSED[program]]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout.splitlines()[-1] == "2 True True True False"
 
 
 @pytest.mark.parametrize("is_enabled", [True, False])
 def test_the_pause_for_imports_leaves_the_collector_as_it_was(monkeypatch, is_enabled):
+    """Only the first import of a library ends with freezing: later objects may become garbage."""
     monkeypatch.delitem(sys.modules, "lightning", raising=False)
+    gc.collect()  # what is frozen stays
+    frozen = gc.get_freeze_count()
     try:
         if not is_enabled:
             gc.disable()
         with importing():
-            assert not gc.isenabled()
-            made = [[] for _ in range(3)]
-        young = {id(each) for each in gc.get_objects(generation=0)}
-        assert gc.isenabled() == is_enabled
-        assert {id(each) in young for each in made} == {not is_enabled}
-        monkeypatch.setitem(sys.modules, "lightning", None)
-        with importing():
             assert gc.isenabled() == is_enabled
+        assert (gc.isenabled(), gc.get_freeze_count()) == (is_enabled, frozen)
+        with importing("lightning"):
+            assert not gc.isenabled()
+        assert gc.isenabled() == is_enabled
+        assert (gc.get_freeze_count() > frozen) == is_enabled
     finally:
         gc.enable()
 

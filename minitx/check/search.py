@@ -11,7 +11,19 @@ from itertools import combinations, product
 import torch
 from torch import Tensor
 
-from minitx.check.cases import BLIND, BLIND_MOVED, CASES, CAUSAL, OTHERS, SIMPLE, Case, NotTriedError, Operands, Outcome
+from minitx.check.cases import (
+    BLIND,
+    BLIND_MOVED,
+    CASES,
+    CAUSAL,
+    OTHERS,
+    SIMPLE,
+    Case,
+    NotTriedError,
+    Operands,
+    Outcome,
+    gradients_of,
+)
 from minitx.check.mutants import DEFINITION, MUTANTS, Mutant, attention_in_steps, unchanged
 from minitx.check.subjects import AXES_2, AXES_3, HEADS_FIRST, Subject, Way
 
@@ -95,8 +107,7 @@ class Expected:
         if self.output is not None and self.output.shape == self._inputs.cotangent.shape:
             output, _ = self._attention(*leaves)
             if output.requires_grad:
-                cotangent = self._inputs.cotangent
-                return torch.autograd.grad(output, leaves, cotangent, allow_unused=True, materialize_grads=True)
+                return gradients_of(output, leaves, self._inputs.cotangent)
         return tuple(torch.zeros_like(leaf) for leaf in leaves)
 
     @cached_property

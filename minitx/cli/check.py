@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
+from minitx.cli import importing
 from minitx.cli.command_line import checkpoint_of, open_stored, refusing, run_program, write
 from minitx.cli.compose import FilePath
 from minitx.config import ConfigError
@@ -112,7 +113,8 @@ def main() -> int:
 
 
 def _run_check(config: CheckConfig) -> Report:
-    subject = _loaded(config.model, "model", config.trust) if config.model else _named(config.target)
+    with importing():
+        subject = _loaded(config.model, "model", config.trust) if config.model else _named(config.target)
     adapter = _adapter(config)
     if config.like:
         report = _twin_report(subject, config)

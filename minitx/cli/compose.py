@@ -27,7 +27,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError
 
-from minitx.cli.launch import importing
+from minitx.cli import importing
 from minitx.config import CONFIG_DIR, ConfigError, InitFrom, RunConfig, TrainerConfig, from_dict, is_node
 from minitx.config.part import find_target, import_modules, plain_defaults, required
 from minitx.config.schema import UNIONS, config_class_of, defaults, hints_of, require

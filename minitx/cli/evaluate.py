@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from minitx.cli import importing
 from minitx.cli.command_line import StoredConfig, check_output, open_stored, run_program, write, writing
 from minitx.cli.compose import FilePath
 from minitx.config import EvaluationConfig
@@ -51,9 +52,10 @@ def main() -> int:
 
 
 def _evaluate(config: EvaluateConfig) -> None:
-    from minitx.training.checkpoints import place
-    from minitx.training.devices import onednn_products
-    from minitx.training.evaluation import evaluate
+    with importing():
+        from minitx.training.checkpoints import place
+        from minitx.training.devices import onednn_products
+        from minitx.training.evaluation import evaluate
 
     changes = {"model": config.model, "data": config.data, "objective": config.objective}
     options = EvaluationConfig(num_rows=config.num_rows, num_beams=config.num_beams, num_shown=config.num_shown)

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from minitx.cli import importing
 from minitx.cli.command_line import StoredConfig, open_stored, refusing, run_program, write, writing
 from minitx.cli.compose import FilePath
 from minitx.config.schema import require
@@ -41,9 +42,10 @@ def main() -> int:
 
 
 def _export(config: ExportConfig) -> None:
-    from safetensors import SafetensorError
+    with importing():
+        from safetensors import SafetensorError
 
-    from minitx.interop import save_hf
+        from minitx.interop import save_hf
 
     stored = open_stored(config.checkpoint, trust=config.trust)
     tokenizer = stored.tokenizer

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from minitx.cli import importing
 from minitx.cli.command_line import StoredConfig, encode_text, open_stored, refusing, run_program, write
 from minitx.config import ConfigError
 from minitx.config.schema import Count, require
@@ -79,9 +80,10 @@ def main() -> int:
 
 
 def _generate(config: GenerateConfig) -> None:
-    import torch
+    with importing():
+        import torch
 
-    from minitx.training.checkpoints import place
+        from minitx.training.checkpoints import place
 
     stored = open_stored(config.checkpoint, trust=config.trust)
     tokenizer, shape, kind = stored.tokenizer, stored.net.config, stored.net.shape.architecture

@@ -6,7 +6,6 @@ torchrun or srun has started the processes, the folder of the run has the name o
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import os
@@ -14,13 +13,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from minitx.cli import importing
 from minitx.config import ConfigError, RunConfig, TrainerConfig, to_dict
 from minitx.config.schema import require
 from minitx.training import StoppedError, rank, stop_signals
@@ -172,24 +171,9 @@ def job_name() -> str:
     return name
 
 
-@contextmanager
-def importing() -> Iterator[None]:
-    """A context without garbage collection until Lightning is loaded: the imports make 700,000 objects, and little garbage."""
-    is_paused = gc.isenabled() and "lightning" not in sys.modules
-    if is_paused:
-        gc.disable()
-    try:
-        yield
-    finally:
-        if is_paused:
-            gc.freeze()
-            gc.unfreeze()  # both together move all objects to the oldest generation, so the next collection is short
-            gc.enable()
-
-
 def run_training(config: RunConfig, folder: Path, command: str) -> dict[str, Any]:
     """Run a training in ``folder``, and write its config, command and result there. Return the result, as in ``result.json``."""
-    with importing():
+    with importing("lightning"):
         from minitx.training.metrics_csv import naming
         from minitx.training.run import train
     commands = folder / "command.txt"

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minitx.cli import importing
 from minitx.cli.command_line import StoredConfig, check_output, checkpoint_of, refusing, run_program, write, writing
 from minitx.cli.compose import FilePath
 from minitx.config import ConfigError
@@ -130,7 +131,8 @@ def main() -> int:
 
 
 def _play(config: PlayConfig) -> None:
-    from minitx.analysis.viewer import playground
+    with importing():
+        from minitx.analysis.viewer import playground
 
     _write_page(playground(pages=config.pages).page, config.output)
 
@@ -142,7 +144,8 @@ def _write_page(page: str, output: str, summary: str = "") -> None:
 
 
 def _view(config: ViewConfig) -> None:
-    from minitx.analysis.viewer import viewer_page
+    with importing():
+        from minitx.analysis.viewer import viewer_page
 
     paths = {name: path for name in ("ckpt_path", "model", "compare") if (path := getattr(config, name))}
     runs_model = bool(config.model or config.knock_out or config.text is not None)  # otherwise show the records of a run

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from filelock import FileLock
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
@@ -108,6 +107,8 @@ def task_of_loaders(data: Any, world: int = 1) -> tuple[Task, dict[str, int]]:
         ConfigError: ``data`` is not a ``LightningDataModule``, its loaders use a custom sampler, it changes batches after the loader, or
             it has a state that a checkpoint would have to store.
     """
+    from filelock import FileLock
+
     base = lightning_base(data, "LightningDataModule")
     name = type(data).__name__
     if base is None:

@@ -303,7 +303,7 @@ def test_the_page_follows_where_the_browser_refuses_more_addresses(visit):
     thumb(page, SECOND, 1).click()
     assert page.locator("#look-title").inner_text() == "Encoder, layer 1, head 1"
     page.evaluate("history.replaceState = history.put; 0")
-    assert any(address(page).startswith("#layer=1&head=1&") or page.wait_for_timeout(100) for _ in range(600))
+    wait_for(lambda: address(page).startswith("#layer=1&head=1&"))
 
 
 def test_the_legend_of_small_weights_has_their_numbers(visit):

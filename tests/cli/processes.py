@@ -25,10 +25,13 @@ LISTENING = (
 
 
 class Slow(L.Callback):
-    """Waits a little in each step, so that a signal comes before the end."""
+    """Waits in each step, after the tenth of a process for longer, so that a signal comes before the end."""
+
+    steps = 0
 
     def on_train_batch_start(self, *_: object) -> None:
-        time.sleep(0.1)
+        self.steps += 1
+        time.sleep(0.1 if self.steps <= 10 else 2.0)
 
 
 class FullDisk(L.Callback):

@@ -21,8 +21,8 @@ from tests.lattice.run_parts import PowerCut, Record
 OF_EACH = ("logs/", "fit-profile", "test-profile")
 """Beginnings of the files that each process writes in the folder of a run."""
 
-PATIENCE = 90.0
-"""Seconds after which a run hangs: a process waits for another that does not come."""
+PATIENCE = 300.0
+"""Seconds after which a run hangs: a process waits for another that does not come. Shrinking repeats each hang."""
 
 
 @dataclass
