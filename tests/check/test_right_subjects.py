@@ -175,6 +175,21 @@ def test_one_number_for_each_token_has_positions():
     assert report.taken_as.startswith("causal") and report.with_status(Status.PASSED)
 
 
+LAYERS = {
+    "GRU": lambda: nn.GRU(16, 16, batch_first=True),
+    "LSTM": lambda: nn.LSTM(64, 64, batch_first=True),
+    "Conv1d": lambda: nn.Conv1d(64, 64, 5, padding=2),
+    "MultiheadAttention": lambda: nn.MultiheadAttention(256, 4, batch_first=True),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_rounding_in_a_layer_alone_is_no_difference(name):
+    torch.manual_seed(0)
+    report = check_model(LAYERS[name](), only=["rows", "padding", "gradient", "bfloat16"])
+    assert report.mend_first is None and report.with_status(Status.PASSED), str(report)
+
+
 # layers and functions
 
 
