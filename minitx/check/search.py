@@ -301,7 +301,9 @@ def _explaining(judge: Judge, possible: Iterable[Mistakes], trial: Trial, is_str
     if not is_strict and (len(chosen) == len(trial.ordinary) or judge.fits_all(chosen)):
         return []
     ordered = sorted(chosen, key=judge.fits)
-    sensible = (m for m in possible if not (trial.is_causal and any(mutant.name == "causal ignored" for mutant in m)))
+    # attention that is taken to be causal ignores no option, and a layer may have a norm of its own
+    senseless = ["causal ignored"] * trial.is_causal + ["cosine of query and key", "cosine without scale"] * trial.subject.is_layer
+    sensible = (m for m in possible if not any(mutant.name in senseless for mutant in m))
     return [mistakes for mistakes in sensible if judge.fits_all(ordered, mistakes)]
 
 

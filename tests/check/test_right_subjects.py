@@ -209,7 +209,9 @@ class Layer(nn.Module):
             q, k = self.norm(q), self.norm(k)
         if self.extra == "positions":
             q, k = (t * torch.arange(1, t.shape[2] + 1, device=t.device)[:, None] for t in (q, k))
-        scores = q @ k.mT * 8**-0.5
+        if "cosine" in self.extra:
+            q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+        scores = q @ k.mT * (1 if self.extra == "cosine" else 8**-0.5)
         if self.extra == "bias":
             scores = scores - (torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])).abs()
         weights = scores.relu() + 0.1 if self.extra == "no softmax" else scores.softmax(-1)
@@ -217,7 +219,7 @@ class Layer(nn.Module):
         return self.proj(out.transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("extra", ["norm", "positions", "bias", "no softmax"])
+@pytest.mark.parametrize("extra", ["norm", "positions", "bias", "no softmax", "cosine", "cosine with a scale"])
 def test_a_layer_that_is_more_than_the_definition_is_described(extra):
     report = check_attention(Layer(extra))
     assert severities(report) == {"more-than-the-definition": "note"} and report.exit_code == 0, str(report)
