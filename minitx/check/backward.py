@@ -13,7 +13,6 @@ from minitx.check.calling import fault_text
 from minitx.check.copying import copied
 from minitx.check.examination import Examination
 from minitx.check.properties import Gap, compare, rounding
-from minitx.check.results import FRAGILE, NOTE, WRONG, Finding
 
 Parameters = Mapping[str, Tensor]
 
@@ -35,27 +34,21 @@ def gradient(exam: Examination) -> None:
         return
     _, grads = _gradients(exam.called, exam.inputs, parameters)
     if not grads:
-        advice = "Look for no_grad, detach() or .data around the whole model."
-        exam.failed("gradient", Finding("no-gradient", WRONG, "the output has no gradient", advice))
+        exam.failed("gradient", "no-gradient")
         return
     if broken := [name for name, grad in grads.items() if not grad.isfinite().all()]:
-        witness = f"of {', '.join(broken[:3])}"
-        exam.failed("gradient", Finding("gradient-not-finite", WRONG, "NaN or infinity in gradients", witness=witness))
+        exam.failed("gradient", "gradient-not-finite", names=", ".join(broken[:3]))
         return
     silent = [name for name, grad in grads.items() if not grad.any()]
     tried = silent[:TRIED_ALONE]
     moving = {name: gap for name in tried if (gap := _moved_by(exam, name, parameters[name])) is not None}
     if moving:
         name, gap = next(iter(moving.items()))
-        fault, advice = "parameters change the output and get no gradient", "Look for detach(), no_grad or .data."
-        others = f"{len(moving)} of {len(tried)} tried"
-        witness = f"changing {name} moves the output by {gap.size:.2g}, but its gradient is 0; {others}"
-        exam.failed("gradient", Finding("parameter-without-gradient", WRONG, fault, advice, witness), gap)
+        exam.failed("gradient", "parameter-without-gradient", gap, name=name, count=len(moving), tried=len(tried))
         return
     if silent:
         names = ", ".join(silent[:3]) + (" ..." if len(silent) > 3 else "")
-        text = f"{len(silent)} of {len(parameters)} parameters change nothing here: {names}"
-        exam.note(Finding("unused-parameters", NOTE, text))
+        exam.note("unused-parameters", count=len(silent), all=len(parameters), names=names)
     exam.passed("gradient/all")
     exam.attempt("gradient/differences", partial(_finite_differences, exam))
 
@@ -115,15 +108,11 @@ def _finite_differences(exam: Examination, id: str) -> None:
             return
         share, of_slope = max(_slopes(exam))
     if gap.size > FAR * gap.allowed:
-        fault, advice = "parts of the float32 model compute in lower precision", "Look for autocast, half() or bfloat16()."
-        witness = f"the output differs from float64 by {gap.size:.2g}; rounding explains {gap.allowed:.2g}"
-        exam.failed("gradient/precision", Finding("precision-lost", FRAGILE, fault, advice, witness), gap)
+        exam.failed("gradient/precision", "precision-lost", gap)
     if share <= SLOPE:
         exam.passed(id)
-        return
-    fault = "gradients differ from the slope of the output"
-    advice = "Look for detach(), no_grad, .data or a custom backward. A straight-through estimator does this on purpose."
-    exam.failed(id, Finding("gradient-differs", FRAGILE, fault, advice, of_slope))
+    else:
+        exam.failed(id, "gradient-differs", witness=of_slope)
 
 
 def _slopes(exam: Examination) -> Iterator[tuple[float, str]]:

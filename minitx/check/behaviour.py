@@ -15,7 +15,6 @@ from minitx.check.calling import fault_text, is_refusal, parts_of
 from minitx.check.copying import copied
 from minitx.check.examination import Examination
 from minitx.check.properties import compare, rounding
-from minitx.check.results import FRAGILE, NOTE, WRONG, Finding
 
 PAST_256 = 320
 """The number of tokens for half precision: bfloat16 has no odd numbers above 256."""
@@ -38,10 +37,7 @@ def weights(exam: Examination) -> None:
         for name, value in vars(module).items():
             inner = [part for part in parts_of(value) if isinstance(part, nn.Module) and not name.startswith("_")]
             if any(id(parameter) not in registered for part in inner for parameter in part.parameters()):
-                place = f"{path}.{name}".lstrip(".")
-                fault = f"modules in the plain list or dict {place} are not part of the model: not trained, saved or moved"
-                finding = Finding("unregistered-modules", WRONG, fault, "Use nn.ModuleList or nn.ModuleDict.")
-                exam.failed("weights/registered", finding)
+                exam.failed("weights/registered", "unregistered-modules", place=f"{path}.{name}".lstrip("."))
                 return
     exam.passed("weights/registered")
     head = table = None
@@ -52,8 +48,7 @@ def weights(exam: Examination) -> None:
         return
     if (head.weight is table.weight) != is_tied:
         actual = "share one weight" if head.weight is table.weight else "have separate weights"
-        fault = f"config.tie_word_embeddings={is_tied}, but head and table {actual}"
-        exam.failed("weights/tied", Finding("tied-otherwise", FRAGILE, fault, "Call tie_weights()."))
+        exam.failed("weights/tied", "tied-otherwise", is_tied=is_tied, actual=actual)
     else:
         exam.passed("weights/tied")
 
@@ -67,73 +62,65 @@ def sizes(exam: Examination) -> None:
     if not called.streams:
         exam.skip("sizes", "it reads no tokens")
         return
-    name, limit = called.stream.name, limit_of(called.model)
-    most = min(limit or 40, 40)
-    drawn = torch.randint(1, most + 1, (4,), generator=called.generator).tolist()
+    limit = limit_of(called.model)
+    drawn = torch.randint(1, min(limit or 40, 40) + 1, (4,), generator=called.generator).tolist()
     for length in dict.fromkeys([1, 2, *drawn]):
-        exam.attempt("sizes/lengths", partial(_length, exam, name=name, length=length))
+        exam.attempt("sizes/lengths", partial(_length, exam, length=length))
     if limit is not None and limit <= 2048:
-        exam.attempt("sizes/limit", partial(_limit, exam, name=name, limit=limit))
+        exam.attempt("sizes/limit", partial(_limit, exam, limit=limit))
     if called.stream.width is None:
-        exam.attempt("sizes/ids", partial(_ids, exam, name=name))
+        exam.attempt("sizes/ids", partial(_ids, exam))
 
 
-def _length(exam: Examination, id: str, name: str, length: int) -> None:
-    called = exam.called
-    inputs = called.draw(2, {name: length})
+def _tried(exam: Examination, inputs: dict[str, Tensor]) -> tuple[Tensor, Exception | None]:
+    """The output, or an empty one and the error."""
     try:
-        output = called.answer(inputs)
+        return exam.called.answer(inputs), None
     except Exception as error:
-        if is_refusal(error):
-            exam.skip(f"sizes/length-{length}", f"it raises {fault_text(error)}")
-        else:
-            fault = f"{length} token{'s' * (length > 1)} crash"
-            exam.failed(id, Finding("crashes-at-a-length", FRAGILE, fault, witness=fault_text(error)))
-        return
-    if not output.isfinite().all():
-        exam.failed(id, Finding("nan-at-a-length", WRONG, f"NaN for {length} tokens"))
-    elif called.has_positions and output.shape[:2] != (2, length):
-        fault = f"{length} tokens give an output of shape {tuple(output.shape)}"
-        exam.failed(id, Finding("loses-axis", FRAGILE, fault, "squeeze() needs its axis."))
+        return torch.empty(0), error
+
+
+def _length(exam: Examination, id: str, length: int) -> None:
+    output, error = _tried(exam, exam.called.draw(2, {exam.called.stream.name: length}))
+    words = {"length": length, "s": "s" * (length > 1), "shape": tuple(output.shape)}
+    if error is not None and is_refusal(error):
+        exam.skip(f"sizes/length-{length}", f"it raises {fault_text(error)}")
+    elif error is not None:
+        exam.failed(id, "crashes-at-a-length", error=fault_text(error), **words)
+    elif not output.isfinite().all():
+        exam.failed(id, "nan-at-a-length", **words)
+    elif exam.called.has_positions and output.shape[:2] != (2, length):
+        exam.failed(id, "loses-axis", **words)
     elif not any(check.id == id for check in exam.checks):
         exam.passed(id)
 
 
-def _limit(exam: Examination, id: str, name: str, limit: int) -> None:
-    called = exam.called
-    for length in (limit, limit + 1):
-        try:
-            output = called.answer(called.draw(1, {name: length}))
-        except Exception as error:
-            if length > limit:
-                exam.passed(id)
-            else:
-                fault = f"{limit} tokens, its limit, crash"
-                exam.failed(id, Finding("crashes-at-its-limit", FRAGILE, fault, witness=fault_text(error)))
-            return
-        if not output.isfinite().all():
-            exam.failed(id, Finding("nan-at-its-limit", WRONG, f"NaN for {length} tokens; its limit is {limit}"))
-            return
-    exam.note(Finding("beyond-its-limit", NOTE, f"{limit + 1} tokens, one more than its limit, raise no error"))
-    exam.passed(id)
+def _limit(exam: Examination, id: str, limit: int) -> None:
+    outputs, errors = zip(
+        *(_tried(exam, exam.called.draw(1, {exam.called.stream.name: n})) for n in (limit, limit + 1)), strict=True
+    )
+    nan = [length for length, output in enumerate(outputs, limit) if not output.isfinite().all()]
+    if errors[0] is not None:
+        exam.failed(id, "crashes-at-its-limit", length=limit, error=fault_text(errors[0]))
+    elif nan:
+        exam.failed(id, "nan-at-its-limit", length=nan[0], limit=limit)
+    else:
+        if errors[1] is None:
+            exam.note("beyond-its-limit", length=limit + 1)
+        exam.passed(id)
 
 
-def _ids(exam: Examination, id: str, name: str) -> None:
-    called = exam.called
-    for token in (called.vocabulary - 1, called.vocabulary, -1):
-        inputs = called.draw(1)
-        inputs[name][0, 1] = token
-        try:
-            called.answer(inputs)
-        except Exception as error:
-            if token == called.vocabulary - 1:
-                fault = f"the last id, {token} of {called.vocabulary}, crashes"
-                exam.failed(id, Finding("last-id-crashes", FRAGILE, fault, witness=fault_text(error)))
-                return
-            continue
-        if token != called.vocabulary - 1:
-            text = f"id {token} is outside of the table of {called.vocabulary} ids, but raises no error"
-            exam.note(Finding("ids-outside", NOTE, text))
+def _ids(exam: Examination, id: str) -> None:
+    last = exam.called.vocabulary - 1
+    for token in (last, last + 1, -1):
+        inputs = exam.called.draw(1)
+        inputs[exam.called.stream.name][0, 1] = token
+        _, error = _tried(exam, inputs)
+        if token == last and error is not None:
+            exam.failed(id, "last-id-crashes", token=token, count=last + 1, error=fault_text(error))
+            return
+        if token != last and error is None:
+            exam.note("ids-outside", token=token, count=last + 1)
     exam.passed(id)
 
 
@@ -164,11 +151,8 @@ def _causal_in_training(exam: Examination, id: str) -> None:
     if outputs[0].shape != exam.base.shape or not exam.gap(outputs[1], outputs[0]).is_rounding:
         exam.skip(id, "without dropout, two calls in train mode differ")
         return
-    fault = "in train mode, later tokens change earlier outputs"
-    witness = "changing the last token moves the output of row {gap.place[0]}, token {gap.place[1]}, by {gap.size:.2g}"
-    advice = "Batch norm takes its mean over all positions: use LayerNorm or RMSNorm."
-    finding = Finding("not-causal-in-training", exam.severity, fault, advice, witness)
-    exam.judge(id, exam.gap(outputs[2], outputs[0], ~last), finding, explained_by="causality" * exam.sees_later)
+    gap = exam.gap(outputs[2], outputs[0], ~last)
+    exam.judge(id, gap, "not-causal-in-training", explained_by="causality" * exam.sees_later)
 
 
 def _as_in_evaluation(exam: Examination, id: str) -> None:
@@ -182,11 +166,10 @@ def _as_in_evaluation(exam: Examination, id: str) -> None:
     first = exam.gap(outputs[0], exam.base)
     is_random = not exam.gap(outputs[0], outputs[1]).is_rounding
     if not is_random and not first.is_rounding:
-        fault, witness = "train mode differs from evaluation without randomness", "the output differs by {gap.size:.2g}"
-        exam.judge(id, first, Finding("train-mode-differs", FRAGILE, fault, "Look for self.training.", witness))
+        exam.failed(id, "train-mode-differs", first)
         return
     if is_random and not sum(m.p for m in exam.called.model.modules() if isinstance(m, DROPOUTS)):
-        exam.note(Finding("random-training", NOTE, "it is random in train mode, though no nn.Dropout has p > 0"))
+        exam.note("random-training")
     exam.passed(id)
 
 
@@ -220,10 +203,8 @@ def _switch(exam: Examination, id: str, name: str) -> None:
         exam.skip(f"{id}/{name}", "the first result has another shape")
         return
     where = keep[called.stream.name] if keep and called.has_positions else None
-    witness = "the output of row {gap.place[0]} differs by {gap.size:.2g} (a visible token moves it by {exam.typical:.2g})"
-    advice = "Look for a second path of the attention: it needs the same mask and scale."
-    finding = Finding(f"changes-with-{name.replace('_', '-')}", WRONG, f"{name}=True changes the output", advice, witness)
-    exam.judge(f"{id}/{name}", exam.gap(output, expected, where), finding)
+    gap, argument = exam.gap(output, expected, where), name.replace("_", "-")
+    exam.judge(f"{id}/{name}", gap, "changes-with-{argument}", argument=argument, name=name)
 
 
 def bfloat16(exam: Examination) -> None:
@@ -246,17 +227,13 @@ def bfloat16(exam: Examination) -> None:
         output = called.answer(inputs)
         noise = max(rounding(called.answer, low, inputs, output, seed=seed) for seed in range(2))
     if not output.isfinite().all():
-        exam.failed("bfloat16", Finding("bfloat16-not-finite", WRONG, "NaN or infinity in bfloat16"))
+        exam.failed("bfloat16", "bfloat16-not-finite")
         return
     gap = compare(output, expected, noise)
     if gap.is_rounding:
         exam.passed("bfloat16")
-        return
-    share = gap.size / expected.abs().max().item()
-    witness = f"the output differs by {gap.size:.2g}, {share:.0%} of the largest output; rounding explains {gap.allowed:.2g}"
-    fault = "bfloat16 differs from float32 by more than rounding"
-    advice = "Keep positions, angles, norms and the softmax in float32."
-    exam.failed("bfloat16", Finding("bfloat16-differs", FRAGILE, fault, advice, witness), gap)
+    else:
+        exam.failed("bfloat16", "bfloat16-differs", gap, share=gap.size / expected.abs().max().item())
 
 
 def compiled(exam: Examination) -> None:
@@ -268,10 +245,9 @@ def compiled(exam: Examination) -> None:
         with exam.called.using(torch.compile(exam.called.model, backend="aot_eager", dynamic=False)):  # type: ignore[arg-type]
             output = exam.called.answer(exam.inputs)
     except Exception as error:
-        exam.failed("compile", Finding("compile-raises", FRAGILE, "torch.compile raises", witness=fault_text(error)))
+        exam.failed("compile", "compile-raises", error=fault_text(error))
         return
     finally:
         torch.compiler.reset()
         logger.setLevel(level)
-    finding = Finding("compile-differs", WRONG, "the compiled model differs", "", "the output differs by {gap.size:.2g}")
-    exam.judge("compile", exam.gap(output, exam.base), finding)
+    exam.judge("compile", exam.gap(output, exam.base), "compile-differs")

@@ -16,7 +16,7 @@ from minitx.check.called_model import keep_mask, returned_cache
 from minitx.check.calling import fault_text
 from minitx.check.examination import Examination
 from minitx.check.properties import Gap
-from minitx.check.results import FRAGILE, WRONG, Finding
+from minitx.check.results import FRAGILE, WRONG
 
 BACK = 3
 """The number of tokens by which a cache is cut back."""
@@ -110,13 +110,10 @@ class _Pieces:
     def _judge(self, id: str, gap: Gap, cuts: Sequence[int], what: str = "") -> None:
         is_known = any(finding.id == "cache-differs" for finding in self.exam.findings)
         how = f"token by token from {cuts[0]}" if len(cuts) > 5 else f"pieces that end at {', '.join(map(str, cuts))}"
-        witness = how + ": the output of token {gap.place[1]} differs by {gap.size:.2g}"
-        fault = f"with a cache{what}, pieces differ from one call"
-        advice = "Look at the positions of new tokens, and align the causal mask to the lower right: tril(diagonal=S - L)."
         # a recurrent state may not be meant to be cut back
         severity = self.exam.severity if "long row" in what else FRAGILE if "cut back" in what else WRONG
-        finding = Finding(f"cache-differs{what.replace(' ', '-').replace(',', '')}", severity, fault, advice, witness)
-        self.exam.judge(id, gap, finding, explained_by="the cache" * is_known)
+        words = {"kind": what.replace(" ", "-").replace(",", ""), "what": what, "how": how, "severity": severity}
+        self.exam.judge(id, gap, "cache-differs{kind}", explained_by="the cache" * is_known, **words)
 
     def padded(self, id: str, cuts: Sequence[int]) -> None:
         """Compare pieces with one call, with padding on the left of a row."""

@@ -302,7 +302,10 @@ def _explaining(judge: Judge, possible: Iterable[Mistakes], trial: Trial, is_str
         return []
     ordered = sorted(chosen, key=judge.fits)
     # attention that is taken to be causal ignores no option, and a layer may have a norm of its own
-    senseless = ["causal ignored"] * trial.is_causal + ["cosine of query and key", "cosine without scale"] * trial.subject.is_layer
+    senseless = ["causal ignored"] * trial.is_causal + [
+        "cosine of query and key",
+        "cosine without scale",
+    ] * trial.subject.is_layer
     sensible = (m for m in possible if not any(mutant.name in senseless for mutant in m))
     return [mistakes for mistakes in sensible if judge.fits_all(ordered, mistakes)]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from minitx.check.called_model import keep_mask
 from minitx.check.examination import SHARE, Examination
 from minitx.check.properties import Gap
-from minitx.check.results import FAILED, FRAGILE, NOTE, WRONG, Finding
+from minitx.check.results import FAILED
 
 FAR_LESS = 1e-12
 """A gradient below this share of the largest gradient counts as zero."""
@@ -25,19 +25,13 @@ CAUSAL_ADVICE = (
 
 def rows(exam: Examination) -> None:
     """Rows of a batch do not know each other."""
-    called, inputs = exam.called, exam.inputs
     gap, changed = exam.other_row()
     exam.are_rows_apart = gap.is_rounding
-    advice = "Look for a view that mixes axes, or a mean over axis 0. torch's attention and nn.GRU take (L, B, E) unless batch_first=True."
-    witness = "changing row 1 moves the output of row {gap.place[0]} by {gap.size:.2g}"
-    finding = Finding("rows-mixed", WRONG, "rows of a batch change each other", advice, witness)
-    calls = exam.answers(inputs), exam.answers(changed), torch.tensor([True, False, True])
-    if exam.judge("rows/others", gap, finding, *calls):
-        parts = [{name: value[row : row + 1] for name, value in inputs.items()} for row in range(len(exam.base))]
-        gap = exam.gap(torch.cat([called.answer(part) for part in parts]), exam.base)
-        fault = "the output of a row alone differs from its output in a batch"
-        witness = "row {gap.place[0]} alone and in its batch differ by {gap.size:.2g}"
-        exam.judge("rows/alone", gap, Finding("row-alone-differs", WRONG, fault, advice, witness))
+    calls = exam.answers(exam.inputs), exam.answers(changed), torch.tensor([True, False, True])
+    if exam.judge("rows/others", gap, "rows-mixed", *calls):
+        parts = [{name: value[row : row + 1] for name, value in exam.inputs.items()} for row in range(len(exam.base))]
+        alone = torch.cat([exam.called.answer(part) for part in parts])
+        exam.judge("rows/alone", exam.gap(alone, exam.base), "row-alone-differs")
 
 
 # --- causality
@@ -53,8 +47,7 @@ def causality(exam: Examination) -> None:
     exam.look()
     word, _, width = exam.intention[0].partition(":")
     if word == "bidirectional" and not exam.sees_later:
-        fault = "no token sees a later token, although the model is declared bidirectional"
-        exam.failed("causality/declared", Finding("not-bidirectional", WRONG, fault, "Remove the causal mask."))
+        exam.failed("causality/declared", "not-bidirectional")
     for id, check in zip(ids, (_token_values, _prefix, _with_mask, _long, _gradients), strict=True):
         if exam.is_causal or check is _gradients:
             exam.attempt(id, partial(check, exam))
@@ -73,9 +66,8 @@ def _window(exam: Examination, id: str, width: int) -> None:
         exam.passed(id)
         return
     i, j = wrong[-1]
-    fault = f"the output of token {i} {'depends' if seen[i, j] else 'does not depend'} on token {j}, {i - j} before it, with window:{width}"
-    advice = "A window of w tokens is the token itself and w - 1 before it; n layers of width w see n · (w - 1) + 1 tokens."
-    exam.failed(id, Finding("other-window", WRONG, fault, advice, f"{len(wrong)} such pairs"))
+    depends = "depends" if seen[i, j] else "does not depend"
+    exam.failed(id, "other-window", i=i, j=j, depends=depends, distance=i - j, width=width, count=len(wrong))
 
 
 def _token_values(exam: Examination, id: str) -> None:
@@ -88,8 +80,6 @@ def _token_values(exam: Examination, id: str) -> None:
     changed = exam.called.others(exam.inputs, name, exam.places == j)
     at = exam.where(exam.answers(exam.inputs), exam.answers(changed), exam.places < j)
     pairs = int((future > exam.allowed).sum())
-    usual = f"(a token that it may see: {exam.typical:.2g}); {pairs} such pair{'s' * (pairs > 1)}"
-    witness = f"changing token {j} moves the output of token {i} by {future.max():.2g} {usual}{at}"
     fault, advice = "later tokens change earlier outputs", CAUSAL_ADVICE
     if not (exam.influence.tril(-1) > exam.allowed).any() and pairs > L:
         fault = "each token sees the later tokens, but not the earlier tokens"
@@ -98,7 +88,8 @@ def _token_values(exam: Examination, id: str) -> None:
         advice = "The mask is too wide: use tril(diagonal=S - L) without an extra 1. Or a convolution needs padding on the left only."
     if not exam.intention[0]:
         advice = f"If it must be causal: {advice[0].lower()}{advice[1:]} expect=causal or expect=bidirectional declares it."
-    exam.failed(id, Finding("not-causal", exam.severity, fault, advice, witness))
+    words = {"i": i, "j": j, "size": future.max().item(), "count": pairs, "s": "s" * (pairs > 1)}
+    exam.failed(id, "not-causal", at=at, fault=fault, advice=advice, **words)
 
 
 def _prefix(exam: Examination, id: str) -> None:
@@ -107,11 +98,7 @@ def _prefix(exam: Examination, id: str) -> None:
     L = exam.inputs[name].shape[1]
     short = {**exam.inputs, name: exam.inputs[name][:, : L - 3].contiguous()}
     gap = exam.gap(called.answer(short), exam.base[:, : L - 3])
-    witness = f"{L - 3} of {L} tokens alone: " + "the output of token {gap.place[1]} differs by {gap.size:.2g}"
-    fault = "the outputs of a prefix depend on the number of tokens that follow"
-    advice = "Look for a mean or a norm over the length."
-    finding = Finding("prefix-differs", exam.severity, fault, advice, witness)
-    exam.judge(id, gap, finding, explained_by="causality" * exam.sees_later)
+    exam.judge(id, gap, "prefix-differs", explained_by="causality" * exam.sees_later, short=L - 3, length=L)
 
 
 def _with_mask(exam: Examination, id: str) -> None:
@@ -122,16 +109,14 @@ def _with_mask(exam: Examination, id: str) -> None:
         return
     L = stream.length
     last = exam.places >= L - 3
-    witness = f"with {stream.mask}, the last 3 tokens " + "move the output of token {gap.place[1]} by {gap.size:.2g}"
-    fault, advice = f"with {stream.mask}, the model is not causal", "Combine the two masks: causal & padding."
-    finding = Finding("not-causal-with-a-mask", exam.severity, fault, advice, witness)
+    key, words = "not-causal-with-a-mask", {"explained_by": "causality" * exam.sees_later, "mask": stream.mask}
     for hidden in (0, 2):
         keep = keep_mask(exam.inputs[stream.name], slice(L - hidden, L))
         changed = exam.called.others(exam.inputs, stream.name, last)
         before, after = (exam.answers(tokens, {stream.name: keep}) for tokens in (exam.inputs, changed))
         gap = exam.gap(after(), before(), keep & ~last)
         if hidden or not gap.is_rounding:
-            exam.judge(id, gap, finding, before, after, keep & ~last, explained_by="causality" * exam.sees_later)
+            exam.judge(id, gap, key, before, after, keep & ~last, **words)
             return
 
 
@@ -146,11 +131,8 @@ def _long(exam: Examination, id: str) -> None:
         changed = exam.called.others(inputs, name, places >= cut)
         gap = exam.gap(exam.called.answer(changed), base, places < cut, noise)
         if not gap.is_rounding:
-            tokens = f"the tokens from {cut} to {base.shape[1] - 1}"
-            witness = tokens + " move the output of token {gap.place[1]} by {gap.size:.2g}"
-            fault, advice = "in a long row, later tokens change earlier outputs", "Look at the borders of blocks or chunks."
-            finding = Finding("not-causal-in-a-long-row", exam.severity, fault, advice, witness)
-            exam.judge(id, gap, finding, exam.answers(inputs), exam.answers(changed), places < cut)
+            calls, words = (exam.answers(inputs), exam.answers(changed)), {"cut": cut, "last": base.shape[1] - 1}
+            exam.judge(id, gap, "not-causal-in-a-long-row", *calls, places < cut, **words)
             return
     exam.passed(id)
 
@@ -170,12 +152,9 @@ def _gradients(exam: Examination, id: str) -> None:
         witness = f"changing token {j} moves the output of token {i} by {influence[i, j]:.2g}, but its gradient is 0; {int(cut.sum())} such pairs"
         half = 0.5 * int(seen.sum()) - int(seen.diagonal().sum())  # of the effects, less those of a token on itself
         if 0 < half < int(cut.sum()):
-            fault = "outputs depend on tokens that get no gradient"
-            advice = "Look for detach(), no_grad, .data or a copy through numpy."
-            exam.failed(id, Finding("gradient-cut", WRONG, fault, advice, witness))
+            exam.failed(id, "gradient-cut", witness=witness)
             return
-        text = f"some outputs depend on tokens that get no gradient, as after an argmax: {witness}"
-        exam.note(Finding("gradient-cut-in-part", NOTE, text))
+        exam.note("gradient-cut-in-part", witness=witness)
     late = grads.triu(1) > 1e-6 * grads.max() if exam.is_causal else torch.zeros_like(zero)
     if not late.any():
         exam.passed(id)
@@ -183,9 +162,7 @@ def _gradients(exam: Examination, id: str) -> None:
         exam.record(id, FAILED, "see causality")
     else:
         i, j = late.nonzero()[0].tolist()
-        witness = f"the output of token {i} sends a gradient to token {j}; {int(late.sum())} such pairs"
-        fault = "gradients reach later tokens, whose values change nothing"
-        exam.failed(id, Finding("gradient-leaks", WRONG, fault, "Mask before the softmax, not after.", witness))
+        exam.failed(id, "gradient-leaks", i=i, j=j, count=int(late.sum()))
 
 
 def _token_gradients(exam: Examination) -> Tensor | str:
@@ -225,8 +202,7 @@ def reach(exam: Examination) -> None:
         return
     seen = exam.look()
     if len(seen) > 1 and not (seen & ~torch.eye(len(seen), dtype=torch.bool)).any():
-        advice = "If the model has attention, it has no effect: look at its output projection, its mask and its kernel."
-        exam.failed("reach", Finding("sees-no-other", FRAGILE, "no token sees any other token", advice))
+        exam.failed("reach", "sees-no-other")
         return
     if exam.allowed > SHARE * exam.typical:
         exam.skip("reach", "rounding moves the output about as much as a token")
@@ -241,8 +217,7 @@ def reach(exam: Examination) -> None:
         order = [0, 3, 2, 1, *range(4, exam.inputs[name].shape[1])]
         swapped = {**exam.inputs, name: exam.inputs[name][:, order]}
         if exam.gap(exam.called.answer(swapped)[:, -1], exam.base[:, -1]).is_rounding:
-            text = "swapping two earlier tokens does not change the output of the last token"
-            exam.note(Finding("no-order", NOTE, text, "Are there positions?"))
+            exam.note("no-order")
     exam.passed("reach")
 
 
@@ -253,15 +228,11 @@ def _positions(exam: Examination, id: str) -> None:
     mixed = places[:, torch.randperm(L, generator=called.generator)]
     base, shifted, moved = (called.answer(exam.inputs, position_ids=ids) for ids in (places, places + 3, mixed))
     if exam.gap(moved, base).is_rounding:
-        text = "position_ids are ignored: packed documents and padded rows keep their places in the row"
-        exam.note(Finding("position-ids-ignored", FRAGILE, text))
+        exam.note("position-ids-ignored")
         return
     gap = exam.gap(shifted, base)
     if "relative" in exam.expect and not gap.is_rounding:
-        witness = "adding 3 to all position_ids moves the output by {gap.size:.2g} (a visible token: {exam.typical:.2g})"
-        advice = "Rotate queries and keys with the same angles and pairs of features, or add a bias of the distance alone."
-        fault = "positions are not relative, as declared"
-        exam.judge(id, gap, Finding("positions-not-relative", WRONG, fault, advice, witness))
+        exam.failed(id, "positions-not-relative", gap)
         return
     exam.describe(f"positions are {'relative' if gap.is_rounding else 'absolute'}{_count_of_padding(exam, places)}")
     exam.passed(id)
