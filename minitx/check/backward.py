@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minitx.check.called_model import CalledModel
-from minitx.check.calling import fault_text
+from minitx.check.calling import NotTriedError, fault_text, need
 from minitx.check.copying import copied
 from minitx.check.examination import Examination
 from minitx.check.properties import Gap, compare, rounding
@@ -29,23 +29,16 @@ FAR = 16.0
 def gradient(exam: Examination) -> None:
     """Every parameter that changes the output gets a finite gradient."""
     parameters = _trained(exam.called)
-    if not parameters:
-        exam.skip("gradient", "no parameter requires a gradient")
-        return
+    need(parameters, "no parameter requires a gradient")
     _, grads = _gradients(exam.called, exam.inputs, parameters)
-    if not grads:
-        exam.failed("gradient", "no-gradient")
-        return
-    if broken := [name for name, grad in grads.items() if not grad.isfinite().all()]:
-        exam.failed("gradient", "gradient-not-finite", names=", ".join(broken[:3]))
-        return
+    exam.demand(grads, "no-gradient")
+    broken = [name for name, grad in grads.items() if not grad.isfinite().all()]
+    exam.demand(not broken, "gradient-not-finite", names=", ".join(broken[:3]))
     silent = [name for name, grad in grads.items() if not grad.any()]
     tried = silent[:TRIED_ALONE]
     moving = {name: gap for name in tried if (gap := _moved_by(exam, name, parameters[name])) is not None}
-    if moving:
-        name, gap = next(iter(moving.items()))
-        exam.failed("gradient", "parameter-without-gradient", gap, name=name, count=len(moving), tried=len(tried))
-        return
+    name, gap = next(iter(moving.items()), ("", None))
+    exam.demand(not moving, "parameter-without-gradient", gap, name=name, count=len(moving), tried=len(tried))
     if silent:
         names = ", ".join(silent[:3]) + (" ..." if len(silent) > 3 else "")
         exam.note("unused-parameters", count=len(silent), all=len(parameters), names=names)
@@ -96,23 +89,19 @@ def _moved(call: Callable[[], Tensor], parameters: Parameters, steps: Parameters
 def _finite_differences(exam: Examination, id: str) -> None:
     """Gradients equal finite differences of the output, in float64."""
     called = exam.called
-    if called.floats() != torch.float32 or sum(p.numel() for p in called.model.parameters()) > LARGE:
-        exam.skip(id, f"it is for float32 and at most {LARGE // 10**6} million parameters")
-        return
+    is_small = sum(p.numel() for p in called.model.parameters()) <= LARGE
+    need(is_small and called.floats() == torch.float32, f"it is for float32 and at most {LARGE // 10**6} million parameters")
     with called.using(copied(called.model).to(torch.float64)):
         try:
             exact = called.answer(exam.inputs)
             gap = compare(exam.base, exact, rounding(called.answer, called.model, exam.inputs, exact))
         except Exception as error:  # parts of some models compute in a fixed dtype
-            exam.skip(id, f"in float64 it raises {fault_text(error)}")
-            return
+            raise NotTriedError(f"in float64 it raises {fault_text(error)}") from error
         share, of_slope = max(_slopes(exam))
     if gap.size > FAR * gap.allowed:
         exam.failed("gradient/precision", "precision-lost", gap)
-    if share <= SLOPE:
-        exam.passed(id)
-    else:
-        exam.failed(id, "gradient-differs", witness=of_slope)
+    exam.demand(share <= SLOPE, "gradient-differs", witness=of_slope)
+    exam.passed(id)
 
 
 def _slopes(exam: Examination) -> Iterator[tuple[float, str]]:

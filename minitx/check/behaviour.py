@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from minitx.check.called_model import WithoutDropout, keep_mask, limit_of
-from minitx.check.calling import fault_text, is_refusal, parts_of
+from minitx.check.calling import NotTriedError, fault_text, is_refusal, need, parts_of
 from minitx.check.copying import copied
 from minitx.check.examination import Examination
 from minitx.check.properties import compare, rounding
@@ -26,7 +26,6 @@ DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 
 def determinism(exam: Examination) -> None:
     """Two calls in evaluation mode are equal. ``measure`` stops the check if they differ."""
-    exam.passed("determinism")
 
 
 def weights(exam: Examination) -> None:
@@ -44,13 +43,13 @@ def weights(exam: Examination) -> None:
     with suppress(AttributeError, NotImplementedError):
         head, table = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
     is_tied = getattr(exam.called.config, "tie_word_embeddings", None)
-    if head is None or table is None or not isinstance(is_tied, bool) or not hasattr(head, "weight"):
-        return
-    if (head.weight is table.weight) != is_tied:
-        actual = "share one weight" if head.weight is table.weight else "have separate weights"
-        exam.failed("weights/tied", "tied-otherwise", is_tied=is_tied, actual=actual)
-    else:
-        exam.passed("weights/tied")
+    if head is not None and table is not None and isinstance(is_tied, bool) and hasattr(head, "weight"):
+        exam.attempt("weights/tied", partial(_tied, exam, is_shared=head.weight is table.weight, is_tied=is_tied))
+
+
+def _tied(exam: Examination, id: str, is_shared: bool, is_tied: bool) -> None:
+    actual = "share one weight" if is_shared else "have separate weights"
+    exam.demand(is_shared == is_tied, "tied-otherwise", is_tied=is_tied, actual=actual)
 
 
 # --- sizes
@@ -59,9 +58,7 @@ def weights(exam: Examination) -> None:
 def sizes(exam: Examination) -> None:
     """Sizes that crash."""
     called = exam.called
-    if not called.streams:
-        exam.skip("sizes", "it reads no tokens")
-        return
+    need(called.streams, "it reads no tokens")
     limit = limit_of(called.model)
     drawn = torch.randint(1, min(limit or 40, 40) + 1, (4,), generator=called.generator).tolist()
     for length in dict.fromkeys([1, 2, *drawn]):
@@ -85,29 +82,20 @@ def _length(exam: Examination, id: str, length: int) -> None:
     words = {"length": length, "s": "s" * (length > 1), "shape": tuple(output.shape)}
     if error is not None and is_refusal(error):
         exam.skip(f"sizes/length-{length}", f"it raises {fault_text(error)}")
-    elif error is not None:
-        exam.failed(id, "crashes-at-a-length", error=fault_text(error), **words)
-    elif not output.isfinite().all():
-        exam.failed(id, "nan-at-a-length", **words)
-    elif exam.called.has_positions and output.shape[:2] != (2, length):
-        exam.failed(id, "loses-axis", **words)
-    elif not any(check.id == id for check in exam.checks):
-        exam.passed(id)
+        return
+    exam.demand(error is None, "crashes-at-a-length", error=error and fault_text(error), **words)
+    exam.demand(output.isfinite().all(), "nan-at-a-length", **words)
+    exam.demand(not exam.called.has_positions or output.shape[:2] == (2, length), "loses-axis", **words)
 
 
 def _limit(exam: Examination, id: str, limit: int) -> None:
-    outputs, errors = zip(
-        *(_tried(exam, exam.called.draw(1, {exam.called.stream.name: n})) for n in (limit, limit + 1)), strict=True
-    )
-    nan = [length for length, output in enumerate(outputs, limit) if not output.isfinite().all()]
-    if errors[0] is not None:
-        exam.failed(id, "crashes-at-its-limit", length=limit, error=fault_text(errors[0]))
-    elif nan:
-        exam.failed(id, "nan-at-its-limit", length=nan[0], limit=limit)
-    else:
-        if errors[1] is None:
-            exam.note("beyond-its-limit", length=limit + 1)
-        exam.passed(id)
+    for length in (limit, limit + 1):
+        output, error = _tried(exam, exam.called.draw(1, {exam.called.stream.name: length}))
+        is_beyond = length > limit
+        exam.demand(is_beyond or error is None, "crashes-at-its-limit", length=limit, error=error and fault_text(error))
+        exam.demand(output.isfinite().all(), "nan-at-its-limit", length=length, limit=limit)
+        if is_beyond and error is None:
+            exam.note("beyond-its-limit", length=length)
 
 
 def _ids(exam: Examination, id: str) -> None:
@@ -116,12 +104,11 @@ def _ids(exam: Examination, id: str) -> None:
         inputs = exam.called.draw(1)
         inputs[exam.called.stream.name][0, 1] = token
         _, error = _tried(exam, inputs)
-        if token == last and error is not None:
-            exam.failed(id, "last-id-crashes", token=token, count=last + 1, error=fault_text(error))
-            return
-        if token != last and error is None:
-            exam.note("ids-outside", token=token, count=last + 1)
-    exam.passed(id)
+        is_inside = token == last
+        words = {"token": token, "count": last + 1}
+        exam.demand(not (is_inside and error), "last-id-crashes", error=error and fault_text(error), **words)
+        if not (is_inside or error):
+            exam.note("ids-outside", **words)
 
 
 # --- modes
@@ -139,18 +126,16 @@ def train_mode(exam: Examination) -> None:
 
 def _causal_in_training(exam: Examination, id: str) -> None:
     called = exam.called
-    if called.why_without_positions or not exam.is_causal:
-        exam.skip(id, called.why_without_positions or "the model is bidirectional")
-        return
+    need(not called.why_without_positions, called.why_without_positions)
+    need(exam.is_causal, "the model is bidirectional")
     last = exam.places == called.stream.length - 1
     outputs = []
     with WithoutDropout():
         for inputs in (exam.inputs, exam.inputs, called.others(exam.inputs, called.stream.name, last)):
             torch.manual_seed(exam.seed)
             outputs.append(called.answer(inputs))
-    if outputs[0].shape != exam.base.shape or not exam.gap(outputs[1], outputs[0]).is_rounding:
-        exam.skip(id, "without dropout, two calls in train mode differ")
-        return
+    is_repeated = outputs[0].shape == exam.base.shape and exam.gap(outputs[1], outputs[0]).is_rounding
+    need(is_repeated, "without dropout, two calls in train mode differ")
     gap = exam.gap(outputs[2], outputs[0], ~last)
     exam.judge(id, gap, "not-causal-in-training", explained_by="causality" * exam.sees_later)
 
@@ -160,17 +145,12 @@ def _as_in_evaluation(exam: Examination, id: str) -> None:
     for seed in (1, 2):
         torch.manual_seed(seed)
         outputs.append(exam.called.answer(exam.inputs))
-    if outputs[0].shape != exam.base.shape:
-        exam.skip(id, "it returns another shape in train mode")
-        return
-    first = exam.gap(outputs[0], exam.base)
+    need(outputs[0].shape == exam.base.shape, "it returns another shape in train mode")
+    gap = exam.gap(outputs[0], exam.base)
     is_random = not exam.gap(outputs[0], outputs[1]).is_rounding
-    if not is_random and not first.is_rounding:
-        exam.failed(id, "train-mode-differs", first)
-        return
+    exam.demand(is_random or gap.is_rounding, "train-mode-differs", gap)
     if is_random and not sum(m.p for m in exam.called.model.modules() if isinstance(m, DROPOUTS)):
         exam.note("random-training")
-    exam.passed(id)
 
 
 SWITCHES = r"(output|return|need)_\w+"
@@ -183,10 +163,9 @@ def switches(exam: Examination) -> None:
     names = [name for name in called.names if re.fullmatch(SWITCHES, name)]
     if hasattr(called.config, "output_attentions") and "output_attentions" not in names:
         names.append("output_attentions")  # transformers reads it from **kwargs
-    if not names:
-        exam.skip("switches", "no argument for further results was found")
+    need(names, "no argument for further results was found")
     for name in names:
-        exam.attempt("switches", partial(_switch, exam, name=name))
+        exam.attempt(f"switches/{name}", partial(_switch, exam, name=name))
 
 
 def _switch(exam: Examination, id: str, name: str) -> None:
@@ -197,22 +176,17 @@ def _switch(exam: Examination, id: str, name: str) -> None:
     try:
         output = called.answer(exam.inputs, keep, **{name: True})
     except Exception as error:
-        exam.skip(f"{id}/{name}", f"it raises {fault_text(error)}")
-        return
-    if output.shape != expected.shape:
-        exam.skip(f"{id}/{name}", "the first result has another shape")
-        return
+        raise NotTriedError(f"it raises {fault_text(error)}") from error
+    need(output.shape == expected.shape, "the first result has another shape")
     where = keep[called.stream.name] if keep and called.has_positions else None
     gap, argument = exam.gap(output, expected, where), name.replace("_", "-")
-    exam.judge(f"{id}/{name}", gap, "changes-with-{argument}", argument=argument, name=name)
+    exam.judge(id, gap, "changes-with-{argument}", argument=argument, name=name)
 
 
 def bfloat16(exam: Examination) -> None:
     """In bfloat16 the model differs from float32 by rounding in bfloat16."""
     called = exam.called
-    if called.floats() != torch.float32:
-        exam.skip("bfloat16", f"the model is in {str(called.floats()).removeprefix('torch.')}")
-        return
+    need(called.floats() == torch.float32, f"the model is in {str(called.floats()).removeprefix('torch.')}")
     lengths = {}
     if called.has_positions and len(called.streams) == 1:
         lengths = {called.stream.name: min(limit_of(called.model) or PAST_256, PAST_256)}
@@ -226,14 +200,9 @@ def bfloat16(exam: Examination) -> None:
     with called.using(low):
         output = called.answer(inputs)
         noise = max(rounding(called.answer, low, inputs, output, seed=seed) for seed in range(2))
-    if not output.isfinite().all():
-        exam.failed("bfloat16", "bfloat16-not-finite")
-        return
+    exam.demand(output.isfinite().all(), "bfloat16-not-finite")
     gap = compare(output, expected, noise)
-    if gap.is_rounding:
-        exam.passed("bfloat16")
-    else:
-        exam.failed("bfloat16", "bfloat16-differs", gap, share=gap.size / expected.abs().max().item())
+    exam.demand(gap.is_rounding, "bfloat16-differs", gap, share=gap.size / expected.abs().max().item())
 
 
 def compiled(exam: Examination) -> None:

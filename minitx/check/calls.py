@@ -20,13 +20,14 @@ from torch import nn
 
 from minitx.check import search
 from minitx.check import strict as strict_cases
+from minitx.check.calling import DoesNotApplyError
 from minitx.check.cases import BLIND, BLIND_MOVED, CASES, DRAWS, HALF, SIMPLE, Case, Outcome, by_definition
 from minitx.check.findings import finding
 from minitx.check.mutants import MUTANTS, Mutant
 from minitx.check.reference import dtype_name
 from minitx.check.results import FAILED, FRAGILE, NOT_TRIED, NOTE, PASSED, WRONG, Check, Finding, Report
 from minitx.check.search import Expected, Judge, Mistakes, Trial, are_close, dependences, is_moved, passes
-from minitx.check.subjects import AdaptedFunction, AttentionLayer, DoesNotApplyError, Subject, Way, instance_of, make_subject
+from minitx.check.subjects import AdaptedFunction, AttentionLayer, Subject, Way, instance_of, make_subject
 
 EXERCISE_STAGES = (1, 2, 3, 4, 5)
 """The stages of a graded exercise: plain; masks; queries without a visible key; wide values and causal; half precision and large scores."""

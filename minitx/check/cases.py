@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minitx.check.calling import NotTriedError
 from minitx.check.reference import DTYPES, naive_attention
 from minitx.check.results import stable_id
 
@@ -277,10 +278,6 @@ def results_of(result: Any, leaves: Mapping[str, Tensor], cotangent: Tensor) -> 
         gradients = torch.autograd.grad(output, list(leaves.values()), cotangent, allow_unused=True, materialize_grads=True)
         results |= zip((f"gradient of {name}" for name in leaves), gradients, strict=True)
     return {name: tensor.detach().cpu() for name, tensor in results.items() if tensor is not None}
-
-
-class NotTriedError(Exception):
-    """A case cannot be run in this way of calling. The message is the reason."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,7 +21,7 @@ from minitx.check.called_model import (
     limit_of,
     with_form,
 )
-from minitx.check.calling import fault_text, is_refusal
+from minitx.check.calling import NotTriedError, fault_text, is_refusal
 from minitx.check.findings import finding
 from minitx.check.properties import FACTOR, Gap, compare, rounding, unit
 from minitx.check.results import FAILED, FRAGILE, NOT_TRIED, NOTE, PASSED, WRONG, Check, Finding, Severity, Status
@@ -40,6 +40,10 @@ LONG = 130
 
 class StopError(Exception):
     """Nothing more can be tried. The message is the reason."""
+
+
+class FailedError(Exception):
+    """A check failed: the key of the finding, the gap or None, and the words of the finding."""
 
 
 class Examination:
@@ -340,12 +344,25 @@ class Examination:
             self.failed(check, key, gap, at=self.where(*calls) if calls else "", **words)
         return gap.is_rounding
 
+    def demand(self, condition: Any, key: str, gap: Gap | None = None, **words: Any) -> None:
+        """Raise unless the condition holds. The check that runs then fails with the finding ``key``."""
+        if not condition:
+            raise FailedError(key, gap, words)
+
     def attempt(self, id: str, check: Callable[[str], Any]) -> None:
-        """Run one check, and record an exception that it raises. An error about an unsupported call is not a fault."""
+        """Run one check. It passes if it records nothing and raises nothing. An error about an unsupported call is not a fault."""
+        count = len(self.checks)
         try:
             check(id)
+            if len(self.checks) == count and all(other.id != id for other in self.checks):
+                self.passed(id)
         except StopError:
             raise
+        except NotTriedError as reason:
+            self.skip(id, str(reason))
+        except FailedError as failure:
+            key, gap, words = failure.args
+            self.failed(id, key, gap, **words)
         except Exception as error:
             if is_refusal(error):
                 self.skip(id, f"it raises {fault_text(error)}")

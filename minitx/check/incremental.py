@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from minitx.check.called_model import keep_mask, returned_cache
-from minitx.check.calling import fault_text
+from minitx.check.calling import NotTriedError, fault_text, need
 from minitx.check.examination import Examination
 from minitx.check.properties import Gap
 from minitx.check.results import FRAGILE, WRONG
@@ -26,13 +26,9 @@ def cache(exam: Examination) -> None:
     """Pieces with a cache equal one call."""
     called = exam.called
     learned_prompt = getattr(getattr(called.model, "active_peft_config", None), "is_prompt_learning", False)
-    if called.cache is None or called.why_without_positions:
-        exam.skip("cache", "no argument for a cache was found")
-        return
-    if called.prepended or learned_prompt or not exam.is_causal:
-        repeats = "each call adds the virtual tokens again, with or without a cache"
-        exam.skip("cache", repeats if called.prepended or learned_prompt else "the model is bidirectional")
-        return
+    need(called.cache is not None and not called.why_without_positions, "no argument for a cache was found")
+    need(not (called.prepended or learned_prompt), "each call adds the virtual tokens again, with or without a cache")
+    need(exam.is_causal, "the model is bidirectional")
     L = called.stream.length
     random_cuts = sorted((torch.randperm(L - 1, generator=called.generator)[:3] + 1).tolist())
     pieces = _Pieces(exam)
@@ -42,7 +38,9 @@ def cache(exam: Examination) -> None:
     exam.attempt("cache/cut-back", partial(pieces.compare, cuts=[L // 3, L - 2], what=f" that is cut back by {BACK} tokens"))
     exam.attempt("cache/long", partial(pieces.compare, cuts=[], what=" and a long row"))
     exam.attempt("cache/left-padding", partial(pieces.padded, cuts=[L // 2, L // 2 + 1, L - 3]))
-    exam.attempt("cache/static", partial(pieces.static, cuts=[L // 2, L // 2 + 1]))
+    kind = getattr(sys.modules.get("transformers"), "StaticCache", None)
+    if kind is not None and called.cache == "past_key_values" and called.config is not None:
+        exam.attempt("cache/static", partial(pieces.static, kind=kind, cuts=[L // 2, L // 2 + 1]))
 
 
 class _Pieces:
@@ -118,9 +116,7 @@ class _Pieces:
     def padded(self, id: str, cuts: Sequence[int]) -> None:
         """Compare pieces with one call, with padding on the left of a row."""
         exam, called, stream = self.exam, self.called, self.called.stream
-        if stream.form is None:
-            exam.skip(id, "no mask")
-            return
+        need(stream.form, "no mask")
         keep = keep_mask(exam.inputs[stream.name], slice(stream.length // 3))
         extra = called.counted(keep)
         try:
@@ -130,20 +126,14 @@ class _Pieces:
         output = self.run(cuts, keep=keep, **extra)
         self._judge(id, exam.gap(output, expected, keep), cuts, " and padding on the left")
 
-    def static(self, id: str, cuts: Sequence[int]) -> None:
+    def static(self, id: str, kind: Any, cuts: Sequence[int]) -> None:
         """Compare pieces with one call, with the static cache of transformers."""
         exam, called = self.exam, self.called
-        kind = getattr(sys.modules.get("transformers"), "StaticCache", None)
-        if kind is None or called.cache != "past_key_values" or called.config is None:
-            return
         is_supported = getattr(called.model, "_can_compile_fullgraph", True) is not False
-        if len(called.streams) > 1 or not is_supported:
-            reason = "is not tried with encoder–decoders" if is_supported else "is not supported by the model"
-            exam.skip(id, f"a cache of fixed size {reason}")
-            return
+        need(is_supported, "a cache of fixed size is not supported by the model")
+        need(len(called.streams) == 1, "a cache of fixed size is not tried with encoder–decoders")
         try:
             output = self.run(cuts, cache=kind(config=called.config, max_cache_len=called.stream.length + 3))
         except Exception as error:  # some architectures do not support it
-            exam.skip(id, f"it raises {fault_text(error)}")
-            return
+            raise NotTriedError(f"it raises {fault_text(error)}") from error
         self._judge(id, exam.gap(output, exam.base), cuts, " of fixed size")

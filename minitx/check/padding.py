@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from minitx.check.called_model import Stream, keep_mask
+from minitx.check.calling import need
 from minitx.check.examination import Examination
 from minitx.check.properties import Gap
 from minitx.check.results import FRAGILE, NOTE, WRONG
@@ -18,8 +19,7 @@ from minitx.check.results import FRAGILE, NOTE, WRONG
 
 def padding(exam: Examination) -> None:
     """Hidden tokens change nothing."""
-    if not exam.called.streams:
-        exam.skip("padding", "it reads no tokens")
+    need(exam.called.streams, "it reads no tokens")
     for stream in exam.called.streams:
         checks = _Padding(exam, stream)
         if stream.form is None:
@@ -64,16 +64,13 @@ class _Padding:
         changed = exam.called.others(exam.inputs, self.stream.name, ~keep)
         still, expected = self._still(keep), self._answer(keep)
         where = "inside" if side == "inside" else f"on the {side}"
-        if not expected[still].isfinite().all():
-            exam.failed(id, "{source}nan-{side}", side=side, where=where, **self.words)
-            return
+        exam.demand(expected[still].isfinite().all(), "{source}nan-{side}", side=side, where=where, **self.words)
         if not expected.isfinite().all():
             exam.failed(f"{id}/finite", "{source}nan-at-padding", **self.words)
         gap = exam.gap(self._answer(keep, changed), expected, still)
         if not gap.is_rounding:
-            if excuse := self._excuse(keep, side):
-                exam.skip(id, excuse)
-                return
+            excuse = self._excuse(keep, side)
+            need(not excuse, excuse)
             is_ignored = exam.gap(self._answer(keep), exam.base).is_rounding
             calls = (exam.answers(tokens, {self.stream.name: keep}) for tokens in (exam.inputs, changed))
             padded = torch.arange(len(keep)) == 1  # its real tokens, and its tokens in the other stream, must not move
@@ -159,9 +156,8 @@ def documents(exam: Examination) -> None:
     """The second of two documents in one row gives the same output as alone."""
     called = exam.called
     names = [name for name in ("document_ids", "position_ids", "seq_idx") if name in called.names]
-    if called.why_without_positions or len(called.streams) > 1 or not names:
-        exam.skip("documents", "no argument for documents was found")
-        return
+    is_plain = not called.why_without_positions and len(called.streams) == 1
+    need(is_plain and names, "no argument for documents was found")
     stream, places = called.stream, exam.places.to(called.device)
     second = places >= stream.length // 2
     keep = {stream.name: keep_mask(places)}
@@ -191,9 +187,7 @@ def _packed(exam: Examination, id: str, options: Any, keep: Mapping[str, Tensor]
     changed = called.others(exam.inputs, name, exam.places == 1)
     gap = exam.gap(called.answer(changed, keep, **options), packed, exam.places >= half)
     apart[id] = gap.is_rounding
-    if not gap.is_rounding and "position_ids" in options:
-        exam.skip(id, "position_ids that restart are not read as documents")
-        return
+    need(gap.is_rounding or "position_ids" not in options, "position_ids that restart are not read as documents")
     alone = called.answer({**exam.inputs, name: exam.inputs[name][:, half:].contiguous()})
     difference = exam.gap(packed[:, half:], alone)
     if gap.is_rounding and not difference.is_rounding:

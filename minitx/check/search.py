@@ -11,7 +11,8 @@ from itertools import combinations, product
 import torch
 from torch import Tensor
 
-from minitx.check.cases import BLIND, BLIND_MOVED, CASES, CAUSAL, OTHERS, SIMPLE, Case, NotTriedError, Operands, Outcome
+from minitx.check.calling import NotTriedError
+from minitx.check.cases import BLIND, BLIND_MOVED, CASES, CAUSAL, OTHERS, SIMPLE, Case, Operands, Outcome
 from minitx.check.mutants import DEFINITION, MUTANTS, Mutant, attention_in_steps, unchanged
 from minitx.check.subjects import AXES_2, AXES_3, HEADS_FIRST, Subject, Way
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from minitx.check.called_model import keep_mask
+from minitx.check.calling import need
 from minitx.check.examination import SHARE, Examination
 from minitx.check.properties import Gap
 from minitx.check.results import FAILED
@@ -39,20 +40,20 @@ def rows(exam: Examination) -> None:
 
 def causality(exam: Examination) -> None:
     """In a causal model, later tokens change nothing."""
-    ids = [f"causality/{kind}" for kind in ("values", "prefix", "with-a-mask", "long", "gradient")]
+    checks = {"values": _token_values, "prefix": _prefix, "with-a-mask": _with_mask, "long": _long, "gradient": _gradients}
     if exam.called.why_without_positions:
-        for id in ids:
-            exam.skip(id, exam.called.why_without_positions)
+        for kind in checks:
+            exam.skip(f"causality/{kind}", exam.called.why_without_positions)
         return
     exam.look()
     word, _, width = exam.intention[0].partition(":")
     if word == "bidirectional" and not exam.sees_later:
         exam.failed("causality/declared", "not-bidirectional")
-    for id, check in zip(ids, (_token_values, _prefix, _with_mask, _long, _gradients), strict=True):
+    for kind, check in checks.items():
         if exam.is_causal or check is _gradients:
-            exam.attempt(id, partial(check, exam))
+            exam.attempt(f"causality/{kind}", partial(check, exam))
         else:
-            exam.skip(id, "the model is bidirectional; set expect=causal if it must not be")
+            exam.skip(f"causality/{kind}", "the model is bidirectional; set expect=causal if it must not be")
     if width:
         exam.attempt("causality/window", partial(_window, exam, width=int(width)))
 
@@ -62,12 +63,9 @@ def _window(exam: Examination, id: str, width: int) -> None:
     seen = exam.influence > exam.allowed
     band = torch.ones_like(seen).tril().triu(1 - width)
     wrong = (seen.tril() != band).nonzero().tolist()
-    if not wrong:
-        exam.passed(id)
-        return
-    i, j = wrong[-1]
+    i, j = wrong[-1] if wrong else (0, 0)
     depends = "depends" if seen[i, j] else "does not depend"
-    exam.failed(id, "other-window", i=i, j=j, depends=depends, distance=i - j, width=width, count=len(wrong))
+    exam.demand(not wrong, "other-window", i=i, j=j, depends=depends, distance=i - j, width=width, count=len(wrong))
 
 
 def _token_values(exam: Examination, id: str) -> None:
@@ -104,9 +102,7 @@ def _prefix(exam: Examination, id: str) -> None:
 def _with_mask(exam: Examination, id: str) -> None:
     """A padding mask does not switch off the causal mask."""
     stream = exam.called.stream
-    if stream.form is None:
-        exam.skip(id, stream.why_unmasked)
-        return
+    need(stream.form, stream.why_unmasked)
     L = stream.length
     last = exam.places >= L - 3
     key, words = "not-causal-with-a-mask", {"explained_by": "causality" * exam.sees_later, "mask": stream.mask}
@@ -134,16 +130,11 @@ def _long(exam: Examination, id: str) -> None:
             calls, words = (exam.answers(inputs), exam.answers(changed)), {"cut": cut, "last": base.shape[1] - 1}
             exam.judge(id, gap, "not-causal-in-a-long-row", *calls, places < cut, **words)
             return
-    exam.passed(id)
 
 
 def _gradients(exam: Examination, id: str) -> None:
     """A token gets a gradient exactly if its value has an effect."""
-    grads = _token_gradients(exam)
-    if isinstance(grads, str):
-        exam.skip(id, grads)
-        return
-    influence = exam.influence
+    grads, influence = _token_gradients(exam), exam.influence
     zero = grads <= FAR_LESS * grads.max()
     cut = (influence > max(exam.allowed, 0.05 * exam.typical)) & zero
     seen = influence > exam.allowed
@@ -151,22 +142,18 @@ def _gradients(exam: Examination, id: str) -> None:
         i, j = cut.nonzero()[-1].tolist()
         witness = f"changing token {j} moves the output of token {i} by {influence[i, j]:.2g}, but its gradient is 0; {int(cut.sum())} such pairs"
         half = 0.5 * int(seen.sum()) - int(seen.diagonal().sum())  # of the effects, less those of a token on itself
-        if 0 < half < int(cut.sum()):
-            exam.failed(id, "gradient-cut", witness=witness)
-            return
+        exam.demand(not 0 < half < int(cut.sum()), "gradient-cut", witness=witness)
         exam.note("gradient-cut-in-part", witness=witness)
     late = grads.triu(1) > 1e-6 * grads.max() if exam.is_causal else torch.zeros_like(zero)
-    if not late.any():
-        exam.passed(id)
-    elif exam.sees_later:
+    if late.any() and exam.sees_later:
         exam.record(id, FAILED, "see causality")
-    else:
+    elif late.any():
         i, j = late.nonzero()[0].tolist()
         exam.failed(id, "gradient-leaks", i=i, j=j, count=int(late.sum()))
 
 
-def _token_gradients(exam: Examination) -> Tensor | str:
-    """(L, L): the gradient of the output of token i for the input of token j, or the reason why there is none."""
+def _token_gradients(exam: Examination) -> Tensor:
+    """(L, L): the gradient of the output of token i for the input of token j."""
     called, name = exam.called, exam.called.stream.name
     inputs = {key: value[:1].clone() for key, value in exam.inputs.items()}
     leaves: list[Tensor] = []
@@ -184,10 +171,8 @@ def _token_gradients(exam: Examination) -> Tensor | str:
         for module in (module for module in called.model.modules() if isinstance(module, nn.Embedding) and not leaves):
             hooks.enter_context(module.register_forward_hook(leaf))
         out = called.answer(inputs)[0]
-    if len(leaves) != 1:
-        return "the table of the tokens was not found"
-    if not out.requires_grad:
-        return "the output has no gradient"
+    need(len(leaves) == 1, "the table of the tokens was not found")
+    need(out.requires_grad, "the output has no gradient")
     weights = torch.randn(out.shape[1:], generator=called.generator).to(out)
     slope = partial(torch.autograd.grad, retain_graph=True, allow_unused=True, materialize_grads=True)
     with torch.enable_grad():
@@ -197,16 +182,10 @@ def _token_gradients(exam: Examination) -> Tensor | str:
 
 def reach(exam: Examination) -> None:
     """A token sees other tokens, and their order matters."""
-    if exam.called.why_without_positions:
-        exam.skip("reach", exam.called.why_without_positions)
-        return
+    need(not exam.called.why_without_positions, exam.called.why_without_positions)
     seen = exam.look()
-    if len(seen) > 1 and not (seen & ~torch.eye(len(seen), dtype=torch.bool)).any():
-        exam.failed("reach", "sees-no-other")
-        return
-    if exam.allowed > SHARE * exam.typical:
-        exam.skip("reach", "rounding moves the output about as much as a token")
-        return
+    exam.demand(len(seen) == 1 or (seen & ~torch.eye(len(seen), dtype=torch.bool)).any(), "sees-no-other")
+    need(exam.allowed <= SHARE * exam.typical, "rounding moves the output about as much as a token")
     if "position_ids" in exam.called.names:
         exam.attempt("reach/positions", partial(_positions, exam))
     elif "relative" in exam.expect:
@@ -227,15 +206,10 @@ def _positions(exam: Examination, id: str) -> None:
     places = torch.arange(L, device=called.device).expand(B, L)
     mixed = places[:, torch.randperm(L, generator=called.generator)]
     base, shifted, moved = (called.answer(exam.inputs, position_ids=ids) for ids in (places, places + 3, mixed))
-    if exam.gap(moved, base).is_rounding:
-        exam.note("position-ids-ignored")
-        return
+    exam.demand(not exam.gap(moved, base).is_rounding, "position-ids-ignored")
     gap = exam.gap(shifted, base)
-    if "relative" in exam.expect and not gap.is_rounding:
-        exam.failed(id, "positions-not-relative", gap)
-        return
+    exam.demand(gap.is_rounding or "relative" not in exam.expect, "positions-not-relative", gap)
     exam.describe(f"positions are {'relative' if gap.is_rounding else 'absolute'}{_count_of_padding(exam, places)}")
-    exam.passed(id)
 
 
 def _count_of_padding(exam: Examination, places: Tensor) -> str:
