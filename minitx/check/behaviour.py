@@ -6,6 +6,7 @@ import logging
 import re
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +80,7 @@ def _tried(exam: Examination, inputs: dict[str, Tensor]) -> tuple[Tensor, Except
 
 def _length(exam: Examination, id: str, length: int) -> None:
     output, error = _tried(exam, exam.called.draw(2, {exam.called.stream.name: length}))
-    words = {"length": length, "s": "s" * (length > 1), "shape": tuple(output.shape)}
+    words: dict[str, Any] = {"length": length, "s": "s" * (length > 1), "shape": tuple(output.shape)}
     if error is not None and is_refusal(error):
         exam.skip(f"sizes/length-{length}", f"it raises {fault_text(error)}")
         return
@@ -105,7 +106,7 @@ def _ids(exam: Examination, id: str) -> None:
         inputs[exam.called.stream.name][0, 1] = token
         _, error = _tried(exam, inputs)
         is_inside = token == last
-        words = {"token": token, "count": last + 1}
+        words: dict[str, Any] = {"token": token, "count": last + 1}
         exam.demand(not (is_inside and error), "last-id-crashes", error=error and fault_text(error), **words)
         if not (is_inside or error):
             exam.note("ids-outside", **words)

@@ -147,7 +147,7 @@ def _is_repeated(subject: Subject, way: Way) -> bool:
 
 def _uncalled(subject: Subject, faults: list[str]) -> Finding:
     """The finding if no way to call it was found."""
-    words = {"severity": WRONG, "advice": "", "witness": "; ".join(faults[:3])}
+    words: dict[str, Any] = {"severity": WRONG, "advice": "", "witness": "; ".join(faults[:3])}
     if faults and all(reason.startswith("it returns NoneType") for reason in faults):
         words |= {"fault": "it returns None", "advice": "Is the return statement missing?"}
     elif not subject.is_layer and len(faults) == 1 and not faults[0].startswith(("it returns", "no value is known")):

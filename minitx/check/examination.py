@@ -100,19 +100,14 @@ class Examination:
             self.judge("determinism", again, key, call, call, self.whole, training="training=self.training")
             raise StopError(self.findings[-1].fault)
         self.noise = max(rounding(called.answer, called.model, self.inputs, self.base, seed=seed) for seed in range(3))
-        self._without_effect()
+        if called.streams:
+            others = called.others(self.inputs, called.stream.name, self.places >= 0)
+            if self.gap(called.answer(others), self.base).is_rounding:
+                self.failed("call/effect", "no-effect", name=called.stream.name)
+                raise StopError("the output does not depend on the tokens")
         self._settle_layout()
         self._settle_meanings()
         self.is_measured = True
-
-    def _without_effect(self) -> None:
-        """Stop if the tokens do not change the output."""
-        if not self.called.streams:
-            return
-        name = self.called.stream.name
-        if self.gap(self.called.answer(self.called.others(self.inputs, name, self.places >= 0)), self.base).is_rounding:
-            self.failed("call/effect", "no-effect", name=name)
-            raise StopError("the output does not depend on the tokens")
 
     def _settle_layout(self) -> None:
         """Take the tokens as (L, B) if the rows of (B, L) change each other, and those of (L, B) do not.

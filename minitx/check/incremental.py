@@ -38,9 +38,9 @@ def cache(exam: Examination) -> None:
     exam.attempt("cache/cut-back", partial(pieces.compare, cuts=[L // 3, L - 2], what=f" that is cut back by {BACK} tokens"))
     exam.attempt("cache/long", partial(pieces.compare, cuts=[], what=" and a long row"))
     exam.attempt("cache/left-padding", partial(pieces.padded, cuts=[L // 2, L // 2 + 1, L - 3]))
-    kind = getattr(sys.modules.get("transformers"), "StaticCache", None)
-    if kind is not None and called.cache == "past_key_values" and called.config is not None:
-        exam.attempt("cache/static", partial(pieces.static, kind=kind, cuts=[L // 2, L // 2 + 1]))
+    static = getattr(sys.modules.get("transformers"), "StaticCache", None)
+    if static is not None and called.cache == "past_key_values" and called.config is not None:
+        exam.attempt("cache/static", partial(pieces.static, kind=static, cuts=[L // 2, L // 2 + 1]))
 
 
 class _Pieces:
@@ -110,7 +110,12 @@ class _Pieces:
         how = f"token by token from {cuts[0]}" if len(cuts) > 5 else f"pieces that end at {', '.join(map(str, cuts))}"
         # a recurrent state may not be meant to be cut back
         severity = self.exam.severity if "long row" in what else FRAGILE if "cut back" in what else WRONG
-        words = {"kind": what.replace(" ", "-").replace(",", ""), "what": what, "how": how, "severity": severity}
+        words: dict[str, Any] = {
+            "kind": what.replace(" ", "-").replace(",", ""),
+            "what": what,
+            "how": how,
+            "severity": severity,
+        }
         self.exam.judge(id, gap, "cache-differs{kind}", explained_by="the cache" * is_known, **words)
 
     def padded(self, id: str, cuts: Sequence[int]) -> None:

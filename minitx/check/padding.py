@@ -39,7 +39,7 @@ class _Padding:
         self.exam, self.stream = exam, stream
         is_last = stream is exam.called.stream
         self.is_output, self.prefix = is_last and exam.called.has_positions, "padding" if is_last else "padding/source"
-        self.words = {"source": "" if is_last else "source-", "mask": stream.mask}
+        self.words: dict[str, Any] = {"source": "" if is_last else "source-", "mask": stream.mask}
 
     def _answer(self, keep: Tensor, inputs: dict[str, Tensor] | None = None, **options: Any) -> Tensor:
         return self.exam.called.answer(inputs or self.exam.inputs, {self.stream.name: keep}, **options)
@@ -75,7 +75,11 @@ class _Padding:
             calls = (exam.answers(tokens, {self.stream.name: keep}) for tokens in (exam.inputs, changed))
             padded = torch.arange(len(keep)) == 1  # its real tokens, and its tokens in the other stream, must not move
             stills = [keep & padded[:, None], *[(still.T & padded).T] * (still is not keep)]
-            words = {"where": where, "token": f", token {gap.place[1]}," if self.is_output else "", **self.words}
+            words: dict[str, Any] = {
+                "where": where,
+                "token": f", token {gap.place[1]}," if self.is_output else "",
+                **self.words,
+            }
             exam.judge(id, gap, "{source}mask-ignored" if is_ignored else "{source}padding-leaks", *calls, *stills, **words)
             return
         exam.passed(id, gap)

@@ -86,7 +86,7 @@ def _token_values(exam: Examination, id: str) -> None:
         advice = "The mask is too wide: use tril(diagonal=S - L) without an extra 1. Or a convolution needs padding on the left only."
     if not exam.intention[0]:
         advice = f"If it must be causal: {advice[0].lower()}{advice[1:]} expect=causal or expect=bidirectional declares it."
-    words = {"i": i, "j": j, "size": future.max().item(), "count": pairs, "s": "s" * (pairs > 1)}
+    words: dict[str, Any] = {"i": i, "j": j, "size": future.max().item(), "count": pairs, "s": "s" * (pairs > 1)}
     exam.failed(id, "not-causal", at=at, fault=fault, advice=advice, **words)
 
 
@@ -105,14 +105,14 @@ def _with_mask(exam: Examination, id: str) -> None:
     need(stream.form, stream.why_unmasked)
     L = stream.length
     last = exam.places >= L - 3
-    key, words = "not-causal-with-a-mask", {"explained_by": "causality" * exam.sees_later, "mask": stream.mask}
+    words: dict[str, Any] = {"explained_by": "causality" * exam.sees_later, "mask": stream.mask}
     for hidden in (0, 2):
         keep = keep_mask(exam.inputs[stream.name], slice(L - hidden, L))
         changed = exam.called.others(exam.inputs, stream.name, last)
         before, after = (exam.answers(tokens, {stream.name: keep}) for tokens in (exam.inputs, changed))
         gap = exam.gap(after(), before(), keep & ~last)
         if hidden or not gap.is_rounding:
-            exam.judge(id, gap, key, before, after, keep & ~last, **words)
+            exam.judge(id, gap, "not-causal-with-a-mask", before, after, keep & ~last, **words)
             return
 
 
@@ -127,8 +127,8 @@ def _long(exam: Examination, id: str) -> None:
         changed = exam.called.others(inputs, name, places >= cut)
         gap = exam.gap(exam.called.answer(changed), base, places < cut, noise)
         if not gap.is_rounding:
-            calls, words = (exam.answers(inputs), exam.answers(changed)), {"cut": cut, "last": base.shape[1] - 1}
-            exam.judge(id, gap, "not-causal-in-a-long-row", *calls, places < cut, **words)
+            calls, last = (exam.answers(inputs), exam.answers(changed)), base.shape[1] - 1
+            exam.judge(id, gap, "not-causal-in-a-long-row", *calls, places < cut, cut=cut, last=last)
             return
 
 
