@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -110,12 +111,7 @@ class _Pieces:
         how = f"token by token from {cuts[0]}" if len(cuts) > 5 else f"pieces that end at {', '.join(map(str, cuts))}"
         # a recurrent state may not be meant to be cut back
         severity = self.exam.severity if "long row" in what else FRAGILE if "cut back" in what else WRONG
-        words: dict[str, Any] = {
-            "kind": what.replace(" ", "-").replace(",", ""),
-            "what": what,
-            "how": how,
-            "severity": severity,
-        }
+        words: dict[str, Any] = {"kind": re.sub("[ ,]+", "-", what), "what": what, "how": how, "severity": severity}
         self.exam.judge(id, gap, "cache-differs{kind}", explained_by="the cache" * is_known, **words)
 
     def padded(self, id: str, cuts: Sequence[int]) -> None:

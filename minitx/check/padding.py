@@ -75,12 +75,9 @@ class _Padding:
             calls = (exam.answers(tokens, {self.stream.name: keep}) for tokens in (exam.inputs, changed))
             padded = torch.arange(len(keep)) == 1  # its real tokens, and its tokens in the other stream, must not move
             stills = [keep & padded[:, None], *[(still.T & padded).T] * (still is not keep)]
-            words: dict[str, Any] = {
-                "where": where,
-                "token": f", token {gap.place[1]}," if self.is_output else "",
-                **self.words,
-            }
-            exam.judge(id, gap, "{source}mask-ignored" if is_ignored else "{source}padding-leaks", *calls, *stills, **words)
+            token = f", token {gap.place[1]}," if self.is_output else ""
+            key = "{source}mask-ignored" if is_ignored else "{source}padding-leaks"
+            exam.judge(id, gap, key, *calls, *stills, where=where, token=token, **self.words)
             return
         exam.passed(id, gap)
         self._rows(id, keep, expected)
