@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from minitx.check.called_model import CalledModel
-from minitx.check.calling import fault_text
+from minitx.check.calling import NotTriedError, fault_text, need
 from minitx.check.copying import copied
 from minitx.check.examination import Examination
 from minitx.check.properties import Gap, compare, rounding
-from minitx.check.results import FRAGILE, NOTE, WRONG, Finding
 
 Parameters = Mapping[str, Tensor]
 
@@ -30,32 +29,19 @@ FAR = 16.0
 def gradient(exam: Examination) -> None:
     """Every parameter that changes the output gets a finite gradient."""
     parameters = _trained(exam.called)
-    if not parameters:
-        exam.skip("gradient", "no parameter requires a gradient")
-        return
+    need(parameters, "no parameter requires a gradient")
     _, grads = _gradients(exam.called, exam.inputs, parameters)
-    if not grads:
-        advice = "Look for no_grad, detach() or .data around the whole model."
-        exam.failed("gradient", Finding("no-gradient", WRONG, "the output has no gradient", advice))
-        return
-    if broken := [name for name, grad in grads.items() if not grad.isfinite().all()]:
-        witness = f"of {', '.join(broken[:3])}"
-        exam.failed("gradient", Finding("gradient-not-finite", WRONG, "NaN or infinity in gradients", witness=witness))
-        return
+    exam.demand(grads, "no-gradient")
+    broken = [name for name, grad in grads.items() if not grad.isfinite().all()]
+    exam.demand(not broken, "gradient-not-finite", names=", ".join(broken[:3]))
     silent = [name for name, grad in grads.items() if not grad.any()]
     tried = silent[:TRIED_ALONE]
     moving = {name: gap for name in tried if (gap := _moved_by(exam, name, parameters[name])) is not None}
-    if moving:
-        name, gap = next(iter(moving.items()))
-        fault, advice = "parameters change the output and get no gradient", "Look for detach(), no_grad or .data."
-        others = f"{len(moving)} of {len(tried)} tried"
-        witness = f"changing {name} moves the output by {gap.size:.2g}, but its gradient is 0; {others}"
-        exam.failed("gradient", Finding("parameter-without-gradient", WRONG, fault, advice, witness), gap)
-        return
+    name, gap = next(iter(moving.items()), ("", None))
+    exam.demand(not moving, "parameter-without-gradient", gap, name=name, count=len(moving), tried=len(tried))
     if silent:
         names = ", ".join(silent[:3]) + (" ..." if len(silent) > 3 else "")
-        text = f"{len(silent)} of {len(parameters)} parameters change nothing here: {names}"
-        exam.note(Finding("unused-parameters", NOTE, text))
+        exam.note("unused-parameters", count=len(silent), all=len(parameters), names=names)
     exam.passed("gradient/all")
     exam.attempt("gradient/differences", partial(_finite_differences, exam))
 
@@ -103,27 +89,19 @@ def _moved(call: Callable[[], Tensor], parameters: Parameters, steps: Parameters
 def _finite_differences(exam: Examination, id: str) -> None:
     """Gradients equal finite differences of the output, in float64."""
     called = exam.called
-    if called.floats() != torch.float32 or sum(p.numel() for p in called.model.parameters()) > LARGE:
-        exam.skip(id, f"it is for float32 and at most {LARGE // 10**6} million parameters")
-        return
+    is_small = sum(p.numel() for p in called.model.parameters()) <= LARGE
+    need(is_small and called.floats() == torch.float32, f"it is for float32 and at most {LARGE // 10**6} million parameters")
     with called.using(copied(called.model).to(torch.float64)):
         try:
             exact = called.answer(exam.inputs)
             gap = compare(exam.base, exact, rounding(called.answer, called.model, exam.inputs, exact))
         except Exception as error:  # parts of some models compute in a fixed dtype
-            exam.skip(id, f"in float64 it raises {fault_text(error)}")
-            return
+            raise NotTriedError(f"in float64 it raises {fault_text(error)}") from error
         share, of_slope = max(_slopes(exam))
     if gap.size > FAR * gap.allowed:
-        fault, advice = "parts of the float32 model compute in lower precision", "Look for autocast, half() or bfloat16()."
-        witness = f"the output differs from float64 by {gap.size:.2g}; rounding explains {gap.allowed:.2g}"
-        exam.failed("gradient/precision", Finding("precision-lost", FRAGILE, fault, advice, witness), gap)
-    if share <= SLOPE:
-        exam.passed(id)
-        return
-    fault = "gradients differ from the slope of the output"
-    advice = "Look for detach(), no_grad, .data or a custom backward. A straight-through estimator does this on purpose."
-    exam.failed(id, Finding("gradient-differs", FRAGILE, fault, advice, of_slope))
+        exam.failed("gradient/precision", "precision-lost", gap)
+    exam.demand(share <= SLOPE, "gradient-differs", witness=of_slope)
+    exam.passed(id)
 
 
 def _slopes(exam: Examination) -> Iterator[tuple[float, str]]:

@@ -6,16 +6,16 @@ import logging
 import re
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from minitx.check.called_model import WithoutDropout, keep_mask, limit_of
-from minitx.check.calling import fault_text, is_refusal, parts_of
+from minitx.check.calling import NotTriedError, fault_text, is_refusal, need, parts_of
 from minitx.check.copying import copied
 from minitx.check.examination import Examination
 from minitx.check.properties import compare, rounding
-from minitx.check.results import FRAGILE, NOTE, WRONG, Finding
 
 PAST_256 = 320
 """The number of tokens for half precision: bfloat16 has no odd numbers above 256."""
@@ -27,7 +27,6 @@ DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 
 def determinism(exam: Examination) -> None:
     """Two calls in evaluation mode are equal. ``measure`` stops the check if they differ."""
-    exam.passed("determinism")
 
 
 def weights(exam: Examination) -> None:
@@ -38,24 +37,20 @@ def weights(exam: Examination) -> None:
         for name, value in vars(module).items():
             inner = [part for part in parts_of(value) if isinstance(part, nn.Module) and not name.startswith("_")]
             if any(id(parameter) not in registered for part in inner for parameter in part.parameters()):
-                place = f"{path}.{name}".lstrip(".")
-                fault = f"modules in the plain list or dict {place} are not part of the model: not trained, saved or moved"
-                finding = Finding("unregistered-modules", WRONG, fault, "Use nn.ModuleList or nn.ModuleDict.")
-                exam.failed("weights/registered", finding)
+                exam.failed("weights/registered", "unregistered-modules", place=f"{path}.{name}".lstrip("."))
                 return
     exam.passed("weights/registered")
     head = table = None
     with suppress(AttributeError, NotImplementedError):
         head, table = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
     is_tied = getattr(exam.called.config, "tie_word_embeddings", None)
-    if head is None or table is None or not isinstance(is_tied, bool) or not hasattr(head, "weight"):
-        return
-    if (head.weight is table.weight) != is_tied:
-        actual = "share one weight" if head.weight is table.weight else "have separate weights"
-        fault = f"config.tie_word_embeddings={is_tied}, but head and table {actual}"
-        exam.failed("weights/tied", Finding("tied-otherwise", FRAGILE, fault, "Call tie_weights()."))
-    else:
-        exam.passed("weights/tied")
+    if head is not None and table is not None and isinstance(is_tied, bool) and hasattr(head, "weight"):
+        exam.attempt("weights/tied", partial(_tied, exam, is_shared=head.weight is table.weight, is_tied=is_tied))
+
+
+def _tied(exam: Examination, id: str, is_shared: bool, is_tied: bool) -> None:
+    actual = "share one weight" if is_shared else "have separate weights"
+    exam.demand(is_shared == is_tied, "tied-otherwise", is_tied=is_tied, actual=actual)
 
 
 # --- sizes
@@ -64,77 +59,57 @@ def weights(exam: Examination) -> None:
 def sizes(exam: Examination) -> None:
     """Sizes that crash."""
     called = exam.called
-    if not called.streams:
-        exam.skip("sizes", "it reads no tokens")
-        return
-    name, limit = called.stream.name, limit_of(called.model)
-    most = min(limit or 40, 40)
-    drawn = torch.randint(1, most + 1, (4,), generator=called.generator).tolist()
+    need(called.streams, "it reads no tokens")
+    limit = limit_of(called.model)
+    drawn = torch.randint(1, min(limit or 40, 40) + 1, (4,), generator=called.generator).tolist()
     for length in dict.fromkeys([1, 2, *drawn]):
-        exam.attempt("sizes/lengths", partial(_length, exam, name=name, length=length))
+        exam.attempt("sizes/lengths", partial(_length, exam, length=length))
     if limit is not None and limit <= 2048:
-        exam.attempt("sizes/limit", partial(_limit, exam, name=name, limit=limit))
+        exam.attempt("sizes/limit", partial(_limit, exam, limit=limit))
     if called.stream.width is None:
-        exam.attempt("sizes/ids", partial(_ids, exam, name=name))
+        exam.attempt("sizes/ids", partial(_ids, exam))
 
 
-def _length(exam: Examination, id: str, name: str, length: int) -> None:
-    called = exam.called
-    inputs = called.draw(2, {name: length})
+def _tried(exam: Examination, inputs: dict[str, Tensor]) -> tuple[Tensor, Exception | None]:
+    """The output, or an empty one and the error."""
     try:
-        output = called.answer(inputs)
+        return exam.called.answer(inputs), None
     except Exception as error:
-        if is_refusal(error):
-            exam.skip(f"sizes/length-{length}", f"it raises {fault_text(error)}")
-        else:
-            fault = f"{length} token{'s' * (length > 1)} crash"
-            exam.failed(id, Finding("crashes-at-a-length", FRAGILE, fault, witness=fault_text(error)))
+        return torch.empty(0), error
+
+
+def _length(exam: Examination, id: str, length: int) -> None:
+    output, error = _tried(exam, exam.called.draw(2, {exam.called.stream.name: length}))
+    words: dict[str, Any] = {"length": length, "s": "s" * (length > 1), "shape": tuple(output.shape)}
+    if error is not None and is_refusal(error):
+        exam.skip(f"sizes/length-{length}", f"it raises {fault_text(error)}")
         return
-    if not output.isfinite().all():
-        exam.failed(id, Finding("nan-at-a-length", WRONG, f"NaN for {length} tokens"))
-    elif called.has_positions and output.shape[:2] != (2, length):
-        fault = f"{length} tokens give an output of shape {tuple(output.shape)}"
-        exam.failed(id, Finding("loses-axis", FRAGILE, fault, "squeeze() needs its axis."))
-    elif not any(check.id == id for check in exam.checks):
-        exam.passed(id)
+    exam.demand(error is None, "crashes-at-a-length", error=error and fault_text(error), **words)
+    exam.demand(output.isfinite().all(), "nan-at-a-length", **words)
+    exam.demand(not exam.called.has_positions or output.shape[:2] == (2, length), "loses-axis", **words)
 
 
-def _limit(exam: Examination, id: str, name: str, limit: int) -> None:
-    called = exam.called
+def _limit(exam: Examination, id: str, limit: int) -> None:
     for length in (limit, limit + 1):
-        try:
-            output = called.answer(called.draw(1, {name: length}))
-        except Exception as error:
-            if length > limit:
-                exam.passed(id)
-            else:
-                fault = f"{limit} tokens, its limit, crash"
-                exam.failed(id, Finding("crashes-at-its-limit", FRAGILE, fault, witness=fault_text(error)))
-            return
-        if not output.isfinite().all():
-            exam.failed(id, Finding("nan-at-its-limit", WRONG, f"NaN for {length} tokens; its limit is {limit}"))
-            return
-    exam.note(Finding("beyond-its-limit", NOTE, f"{limit + 1} tokens, one more than its limit, raise no error"))
-    exam.passed(id)
+        output, error = _tried(exam, exam.called.draw(1, {exam.called.stream.name: length}))
+        is_beyond = length > limit
+        exam.demand(is_beyond or error is None, "crashes-at-its-limit", length=limit, error=error and fault_text(error))
+        exam.demand(output.isfinite().all(), "nan-at-its-limit", length=length, limit=limit)
+        if is_beyond and error is None:
+            exam.note("beyond-its-limit", length=length)
 
 
-def _ids(exam: Examination, id: str, name: str) -> None:
-    called = exam.called
-    for token in (called.vocabulary - 1, called.vocabulary, -1):
-        inputs = called.draw(1)
-        inputs[name][0, 1] = token
-        try:
-            called.answer(inputs)
-        except Exception as error:
-            if token == called.vocabulary - 1:
-                fault = f"the last id, {token} of {called.vocabulary}, crashes"
-                exam.failed(id, Finding("last-id-crashes", FRAGILE, fault, witness=fault_text(error)))
-                return
-            continue
-        if token != called.vocabulary - 1:
-            text = f"id {token} is outside of the table of {called.vocabulary} ids, but raises no error"
-            exam.note(Finding("ids-outside", NOTE, text))
-    exam.passed(id)
+def _ids(exam: Examination, id: str) -> None:
+    last = exam.called.vocabulary - 1
+    for token in (last, last + 1, -1):
+        inputs = exam.called.draw(1)
+        inputs[exam.called.stream.name][0, 1] = token
+        _, error = _tried(exam, inputs)
+        is_inside = token == last
+        words: dict[str, Any] = {"token": token, "count": last + 1}
+        exam.demand(not (is_inside and error), "last-id-crashes", error=error and fault_text(error), **words)
+        if not (is_inside or error):
+            exam.note("ids-outside", **words)
 
 
 # --- modes
@@ -152,23 +127,18 @@ def train_mode(exam: Examination) -> None:
 
 def _causal_in_training(exam: Examination, id: str) -> None:
     called = exam.called
-    if called.why_without_positions or not exam.is_causal:
-        exam.skip(id, called.why_without_positions or "the model is bidirectional")
-        return
+    need(not called.why_without_positions, called.why_without_positions)
+    need(exam.is_causal, "the model is bidirectional")
     last = exam.places == called.stream.length - 1
     outputs = []
     with WithoutDropout():
         for inputs in (exam.inputs, exam.inputs, called.others(exam.inputs, called.stream.name, last)):
             torch.manual_seed(exam.seed)
             outputs.append(called.answer(inputs))
-    if outputs[0].shape != exam.base.shape or not exam.gap(outputs[1], outputs[0]).is_rounding:
-        exam.skip(id, "without dropout, two calls in train mode differ")
-        return
-    fault = "in train mode, later tokens change earlier outputs"
-    witness = "changing the last token moves the output of row {gap.place[0]}, token {gap.place[1]}, by {gap.size:.2g}"
-    advice = "Batch norm takes its mean over all positions: use LayerNorm or RMSNorm."
-    finding = Finding("not-causal-in-training", exam.severity, fault, advice, witness)
-    exam.judge(id, exam.gap(outputs[2], outputs[0], ~last), finding, explained_by="causality" * exam.sees_later)
+    is_repeated = outputs[0].shape == exam.base.shape and exam.gap(outputs[1], outputs[0]).is_rounding
+    need(is_repeated, "without dropout, two calls in train mode differ")
+    gap = exam.gap(outputs[2], outputs[0], ~last)
+    exam.judge(id, gap, "not-causal-in-training", explained_by="causality" * exam.sees_later)
 
 
 def _as_in_evaluation(exam: Examination, id: str) -> None:
@@ -176,18 +146,12 @@ def _as_in_evaluation(exam: Examination, id: str) -> None:
     for seed in (1, 2):
         torch.manual_seed(seed)
         outputs.append(exam.called.answer(exam.inputs))
-    if outputs[0].shape != exam.base.shape:
-        exam.skip(id, "it returns another shape in train mode")
-        return
-    first = exam.gap(outputs[0], exam.base)
+    need(outputs[0].shape == exam.base.shape, "it returns another shape in train mode")
+    gap = exam.gap(outputs[0], exam.base)
     is_random = not exam.gap(outputs[0], outputs[1]).is_rounding
-    if not is_random and not first.is_rounding:
-        fault, witness = "train mode differs from evaluation without randomness", "the output differs by {gap.size:.2g}"
-        exam.judge(id, first, Finding("train-mode-differs", FRAGILE, fault, "Look for self.training.", witness))
-        return
+    exam.demand(is_random or gap.is_rounding, "train-mode-differs", gap)
     if is_random and not sum(m.p for m in exam.called.model.modules() if isinstance(m, DROPOUTS)):
-        exam.note(Finding("random-training", NOTE, "it is random in train mode, though no nn.Dropout has p > 0"))
-    exam.passed(id)
+        exam.note("random-training")
 
 
 SWITCHES = r"(output|return|need)_\w+"
@@ -200,10 +164,9 @@ def switches(exam: Examination) -> None:
     names = [name for name in called.names if re.fullmatch(SWITCHES, name)]
     if hasattr(called.config, "output_attentions") and "output_attentions" not in names:
         names.append("output_attentions")  # transformers reads it from **kwargs
-    if not names:
-        exam.skip("switches", "no argument for further results was found")
+    need(names, "no argument for further results was found")
     for name in names:
-        exam.attempt("switches", partial(_switch, exam, name=name))
+        exam.attempt(f"switches/{name}", partial(_switch, exam, name=name))
 
 
 def _switch(exam: Examination, id: str, name: str) -> None:
@@ -214,24 +177,17 @@ def _switch(exam: Examination, id: str, name: str) -> None:
     try:
         output = called.answer(exam.inputs, keep, **{name: True})
     except Exception as error:
-        exam.skip(f"{id}/{name}", f"it raises {fault_text(error)}")
-        return
-    if output.shape != expected.shape:
-        exam.skip(f"{id}/{name}", "the first result has another shape")
-        return
+        raise NotTriedError(f"it raises {fault_text(error)}") from error
+    need(output.shape == expected.shape, "the first result has another shape")
     where = keep[called.stream.name] if keep and called.has_positions else None
-    witness = "the output of row {gap.place[0]} differs by {gap.size:.2g} (a visible token moves it by {exam.typical:.2g})"
-    advice = "Look for a second path of the attention: it needs the same mask and scale."
-    finding = Finding(f"changes-with-{name.replace('_', '-')}", WRONG, f"{name}=True changes the output", advice, witness)
-    exam.judge(f"{id}/{name}", exam.gap(output, expected, where), finding)
+    gap, argument = exam.gap(output, expected, where), name.replace("_", "-")
+    exam.judge(id, gap, "changes-with-{argument}", argument=argument, name=name)
 
 
 def bfloat16(exam: Examination) -> None:
     """In bfloat16 the model differs from float32 by rounding in bfloat16."""
     called = exam.called
-    if called.floats() != torch.float32:
-        exam.skip("bfloat16", f"the model is in {str(called.floats()).removeprefix('torch.')}")
-        return
+    need(called.floats() == torch.float32, f"the model is in {str(called.floats()).removeprefix('torch.')}")
     lengths = {}
     if called.has_positions and len(called.streams) == 1:
         lengths = {called.stream.name: min(limit_of(called.model) or PAST_256, PAST_256)}
@@ -245,18 +201,9 @@ def bfloat16(exam: Examination) -> None:
     with called.using(low):
         output = called.answer(inputs)
         noise = max(rounding(called.answer, low, inputs, output, seed=seed) for seed in range(2))
-    if not output.isfinite().all():
-        exam.failed("bfloat16", Finding("bfloat16-not-finite", WRONG, "NaN or infinity in bfloat16"))
-        return
+    exam.demand(output.isfinite().all(), "bfloat16-not-finite")
     gap = compare(output, expected, noise)
-    if gap.is_rounding:
-        exam.passed("bfloat16")
-        return
-    share = gap.size / expected.abs().max().item()
-    witness = f"the output differs by {gap.size:.2g}, {share:.0%} of the largest output; rounding explains {gap.allowed:.2g}"
-    fault = "bfloat16 differs from float32 by more than rounding"
-    advice = "Keep positions, angles, norms and the softmax in float32."
-    exam.failed("bfloat16", Finding("bfloat16-differs", FRAGILE, fault, advice, witness), gap)
+    exam.demand(gap.is_rounding, "bfloat16-differs", gap, share=gap.size / expected.abs().max().item())
 
 
 def compiled(exam: Examination) -> None:
@@ -268,10 +215,9 @@ def compiled(exam: Examination) -> None:
         with exam.called.using(torch.compile(exam.called.model, backend="aot_eager", dynamic=False)):  # type: ignore[arg-type]
             output = exam.called.answer(exam.inputs)
     except Exception as error:
-        exam.failed("compile", Finding("compile-raises", FRAGILE, "torch.compile raises", witness=fault_text(error)))
+        exam.failed("compile", "compile-raises", error=fault_text(error))
         return
     finally:
         torch.compiler.reset()
         logger.setLevel(level)
-    finding = Finding("compile-differs", WRONG, "the compiled model differs", "", "the output differs by {gap.size:.2g}")
-    exam.judge("compile", exam.gap(output, exam.base), finding)
+    exam.judge("compile", exam.gap(output, exam.base), "compile-differs")

@@ -43,7 +43,7 @@ class Stream:
         name: the argument for the tokens. mask: the argument for their mask, or None.
         length: the number of tokens.
         width: the width of tokens that are vectors. None: the tokens are ids.
-        form: the form of the mask. None: no form was accepted, and ``refused`` is the reason.
+        form: the form of the mask. None: no mask can be given, and ``why_unmasked`` is the reason.
     """
 
     name: str
@@ -51,14 +51,7 @@ class Stream:
     mask: str | None = None
     width: int | None = None
     form: MaskForm | None = None
-    refused: str = ""
-
-    @property
-    def why_unmasked(self) -> str:
-        """Return the reason why no mask can be given."""
-        if self.mask is None:
-            return self.refused or "no argument for a mask was found, so rows of one batch must have one length"
-        return f"no form of {self.mask} was accepted: {self.refused}"
+    why_unmasked: str = "no argument for a mask was found, so rows of one batch must have one length"
 
 
 @dataclass
@@ -304,12 +297,12 @@ def _ways(called: CalledModel, arguments: Arguments) -> Iterator[CalledModel]:
         target, mask = None, target_mask
     if called.call is not None:
         ids, target, mask = first, None, next(iter(names[1:]), None)
-    refused = "call= takes no mask" if called.call and mask is None else ""
     rest = [name for name in arguments.required if name not in (ids, target, mask, target_mask)]
     for chosen in choices({"": _materials(model), **dict.fromkeys(rest, (False, True))}):
         width, length = chosen.pop("")
         name = "inputs_embeds" if width is not None and "inputs_embeds" in names else ids
-        source = Stream(name, length, mask, width, None, refused)
+        source = Stream(name, length, mask, width)
+        source = replace(source, why_unmasked="call= takes no mask") if called.call else source
         streams = (source,) if target is None else (source, Stream(target, max(2, length - 3), target_mask, width))
         same = tuple(name for name, is_same in chosen.items() if is_same)
         known = {*same, *(stream.name for stream in streams)}
@@ -328,16 +321,17 @@ def find_forms(called: CalledModel, inputs: Mapping[str, Tensor]) -> None:
     for stream in called.streams:
         keep, faults = keep_mask(inputs[stream.name], slice(stream.length // 3)), dict[str, None]()
         forms = [MaskForm(dtype, "pad" in (stream.mask or ""), axes) for dtype, axes in MASKS]
-        forms = [MaskForm(axes="B--S")] if called.call else forms if stream.mask else []
+        forms = [MaskForm(axes="B--S")] if called.call else forms
         tried = (with_form(called, stream, form) for form in forms if stream.mask)
         found = first_that_works(tried, partial(CalledModel.answer, inputs=inputs, keep={stream.name: keep}), faults)
-        refused = replace(stream, refused=stream.refused or next(iter(faults), ""))
-        called.streams = found.streams if found else tuple(refused if s == stream else s for s in called.streams)
+        why = f"no form of {stream.mask} was accepted: {next(iter(faults))}" if faults else stream.why_unmasked
+        called.streams = (found or with_form(called, stream, None, why)).streams
 
 
-def with_form(called: CalledModel, stream: Stream, form: MaskForm) -> CalledModel:
-    """Return the same model with another form of mask for a stream."""
-    return replace(called, streams=tuple(replace(s, form=form) if s.name == stream.name else s for s in called.streams))
+def with_form(called: CalledModel, stream: Stream, form: MaskForm | None, why: str = "") -> CalledModel:
+    """Return the same model with another form of mask for a stream, or with the reason why there is none."""
+    other = replace(stream, form=form, why_unmasked=why)
+    return replace(called, streams=tuple(other if s.name == stream.name else s for s in called.streams))
 
 
 def limit_of(model: nn.Module) -> int | None:

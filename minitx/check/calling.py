@@ -144,6 +144,20 @@ def parts_of(value: Any) -> Sequence[Any]:
     return list(value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ())
 
 
+class NotTriedError(Exception):
+    """A case or a check cannot be tried. The message is the reason."""
+
+
+class DoesNotApplyError(NotTriedError):
+    """A case does not apply to this subject, so a graded exercise does not require it."""
+
+
+def need(condition: Any, reason: str, error: type[NotTriedError] = NotTriedError) -> None:
+    """Raise ``NotTriedError`` unless the condition holds."""
+    if not condition:
+        raise error(reason)
+
+
 class ReturnError(ValueError):
     """The result of a call has another type or another shape than the output."""
 

@@ -20,12 +20,14 @@ from torch import nn
 
 from minitx.check import search
 from minitx.check import strict as strict_cases
+from minitx.check.calling import DoesNotApplyError
 from minitx.check.cases import BLIND, BLIND_MOVED, CASES, DRAWS, HALF, SIMPLE, Case, Outcome, by_definition
+from minitx.check.findings import finding
 from minitx.check.mutants import MUTANTS, Mutant
 from minitx.check.reference import dtype_name
 from minitx.check.results import FAILED, FRAGILE, NOT_TRIED, NOTE, PASSED, WRONG, Check, Finding, Report
 from minitx.check.search import Expected, Judge, Mistakes, Trial, are_close, dependences, is_moved, passes
-from minitx.check.subjects import AdaptedFunction, AttentionLayer, DoesNotApplyError, Subject, Way, instance_of, make_subject
+from minitx.check.subjects import AdaptedFunction, AttentionLayer, Subject, Way, instance_of, make_subject
 
 EXERCISE_STAGES = (1, 2, 3, 4, 5)
 """The stages of a graded exercise: plain; masks; queries without a visible key; wide values and causal; half precision and large scores."""
@@ -106,21 +108,19 @@ def _examined(subject: Subject, mask: str | None, stage: int | None, name: str, 
         called_as = f"{made}; {called_as}" if made and called_as else called_as
         return Report(name, called_as, subject.seed, tuple(checks), tuple(findings), stage)
 
-    def untried(finding: Finding) -> list[Check]:
-        return [Check(case.id, NOT_TRIED, finding.fault) for case in CASES if stage in (None, case.stage)]
+    def untried(found: Finding) -> list[Check]:
+        return [Check(case.id, NOT_TRIED, found.fault) for case in CASES if stage in (None, case.stage)]
 
     way = next((way for way in subject.ways() if subject.outcome(way, SIMPLE).output is not None), None)
     if way is not None and not _is_repeated(subject, way):
-        argument = "training=False, or an argument of your function for it"
-        argument = "training=self.training" if isinstance(subject.function, nn.Module) else argument
-        advice = f"Without dropout, two calls are equal. In evaluation, F.dropout needs {argument}."
-        finding = Finding("random", WRONG, "two calls with the same inputs differ", advice)
-        return report(subject.describe(way), untried(finding), [finding])
+        is_module = isinstance(subject.function, nn.Module)
+        found = finding("random", training="training=self.training" if is_module else "training=False")
+        return report(subject.describe(way), untried(found), [found])
     judge, faults = Judge(subject.dtype), dict[str, None]()
     diagnosis = search.diagnose(judge, search.trials(subject, judge, mask, faults))
     if diagnosis is None:
-        finding = _uncalled(subject, list(faults))
-        return report("", untried(finding), [finding])
+        found = _uncalled(subject, list(faults))
+        return report("", untried(found), [found])
     trial, cases = diagnosis.trial, CASES if stage else (*CASES, *DRAWS)
     if (mistakes := diagnosis.mistakes) is not None:
         diagnosis = replace(diagnosis, mistakes=mistakes + search.further_mistakes(judge, trial, mistakes))
@@ -134,7 +134,7 @@ def _examined(subject: Subject, mask: str | None, stage: int | None, name: str, 
     else:
         checks, findings = _graded(stage, trial, checks, findings)
     called = subject.describe(trial.way) + (", causal by default" if trial.is_causal else "")
-    return report(called, checks, [finding for finding, _ in findings])
+    return report(called, checks, [found for found, _ in findings])
 
 
 def _is_repeated(subject: Subject, way: Way) -> bool:
@@ -147,13 +147,15 @@ def _is_repeated(subject: Subject, way: Way) -> bool:
 
 def _uncalled(subject: Subject, faults: list[str]) -> Finding:
     """The finding if no way to call it was found."""
-    id, witness = "cannot-be-called", "; ".join(faults[:3])
+    words: dict[str, Any] = {"severity": WRONG, "advice": "", "witness": "; ".join(faults[:3])}
     if faults and all(reason.startswith("it returns NoneType") for reason in faults):
-        return Finding(id, WRONG, "it returns None", "Is the return statement missing?")
-    if not subject.is_layer and len(faults) == 1 and not faults[0].startswith(("it returns", "no value is known")):
-        return Finding(id, WRONG, "it raises the same error in every call", witness=witness)
-    advice = "Check a function of queries, keys and values, an attention layer alone, or the whole model, or write call=."
-    return Finding(id, FRAGILE, "no way to call it was found", advice, witness)
+        words |= {"fault": "it returns None", "advice": "Is the return statement missing?"}
+    elif not subject.is_layer and len(faults) == 1 and not faults[0].startswith(("it returns", "no value is known")):
+        words |= {"fault": "it raises the same error in every call"}
+    else:
+        advice = "Check a function of queries, keys and values, an attention layer alone, or the whole model, or write call=."
+        words |= {"severity": FRAGILE, "fault": "no way to call it was found", "advice": advice}
+    return finding("cannot-be-called", **words)
 
 
 def _graded(stage: int, trial: Trial, checks: list[Check], findings: list[Placed]) -> tuple[list[Check], list[Placed]]:
@@ -161,10 +163,9 @@ def _graded(stage: int, trial: Trial, checks: list[Check], findings: list[Placed
     ids = {case.id for case in CASES if case.stage == stage} | ({BLIND_GRADIENT} if stage == BLIND.stage else set())
     ids -= {case.id for case, reason in trial.not_tried.items() if isinstance(reason, DoesNotApplyError)}
     checks = [check for check in checks if check.id in ids]
-    for check in (check for check in checks if check.status == NOT_TRIED):
-        fault = f"{check.id} could not be tried: {check.reason}"
-        findings.append((Finding(f"untried-{check.id}", WRONG, fault, f"Stage {stage} needs it."), {check.id}))
-    findings = [(finding, places) for finding, places in findings if not places or places & ids]
+    untried = [check for check in checks if check.status == NOT_TRIED]
+    findings += [(finding("untried-{case}", case=c.id, reason=c.reason, stage=stage), {c.id}) for c in untried]
+    findings = [(found, places) for found, places in findings if not places or places & ids]
     return checks, [(replace(f, severity=WRONG) if places and f.severity != NOTE else f, places) for f, places in findings]
 
 
@@ -232,9 +233,7 @@ class _Verdicts:
             failed = [o for o in failed if o not in explained]
         yield from self._unexplained(failed)
         if BLIND in self.outcomes and _is_finite(self.outcomes[BLIND]) and self._blind_gradient().status == FAILED:
-            advice = "Hide with a finite number, and multiply the weights by the mask after the softmax."
-            fault = "NaN in the gradient where a query sees nothing"
-            yield Finding("nan-gradient-where-a-query-sees-nothing", FRAGILE, fault, advice), {BLIND_GRADIENT}
+            yield finding("nan-gradient-where-a-query-sees-nothing"), {BLIND_GRADIENT}
         if self.judge.fits_all(self.trial.ordinary):
             yield from self._in_half_precision()
             yield from self._weights()
@@ -242,13 +241,11 @@ class _Verdicts:
         yield from self._few_axes()
         mask, changed = self.trial.way.mask, {name: o.case.id for o in [*self.outcomes.values()][::-1] for name in o.changed}
         if changed.keys() - {mask}:
-            advice = "Write q = q * scale instead of q *= scale."
-            yield Finding("changes-its-arguments", FRAGILE, "it changes its arguments in place", advice), {SIMPLE.id}
+            yield finding("changes-its-arguments"), {SIMPLE.id}
         if mask in changed:
-            fault = f"it changes {mask} in place, so the next layer gets another mask"
-            yield Finding("changes-the-mask", WRONG, fault, f"Copy {mask} before you change it."), {changed[mask]}
+            yield finding("changes-the-mask", mask=mask), {changed[mask]}
         if isinstance(self.subject, AttentionLayer) and (idle := self.subject.idle_parameters()):
-            yield Finding("idle-parameters", WRONG, f"unused parameters: {', '.join(idle)}"), {SIMPLE.id}
+            yield finding("idle-parameters", names=", ".join(idle)), {SIMPLE.id}
 
     def _named(self, failed: list[Outcome], mistakes: Mistakes) -> Iterator[Placed]:
         """Yield the named mistakes, those that show in the simplest case first."""
@@ -267,7 +264,7 @@ class _Verdicts:
         others = sorted({" with ".join(m.name for m in other if m not in shown) for other in same})
         if others and len(self.others) <= 4:
             places = {o.case.id for other in same for mutant in shown if mutant not in other for o in shown[mutant]}
-            yield Finding("same-numbers", NOTE, f"the same numbers come from: {', '.join(others)}"), places
+            yield finding("same-numbers", others=", ".join(others)), places
 
     def _is_documented(self, mutant: Mutant) -> bool:
         """Return whether the function's documentation states where its causal mask begins."""
@@ -282,47 +279,38 @@ class _Verdicts:
     def _unexplained(self, failed: list[Outcome]) -> Iterator[Placed]:
         """Yield a finding for outcomes that no mutant explains."""
         for outcome in (outcome for outcome in failed if outcome.output is None):
-            id, fault = f"raises-{outcome.case.id}", f"it raises in: {outcome.case.name}"
-            yield Finding(id, FRAGILE, fault, witness=outcome.fault), {outcome.case.id}
+            case = outcome.case
+            yield finding("raises-{part}", part=case.id, name=case.name, error=outcome.fault), {case.id}
         outputs = [(outcome, outcome.output) for outcome in failed if outcome.output is not None]
         for outcome, output in outputs:
             shape = *outcome.inputs.query.shape[:3], outcome.inputs.value.shape[-1]
             if output.shape != shape:
-                fault = f"the output has the shape {tuple(output.shape)}, not {shape}"
-                advice = "The output is weights @ value: it has the width of the values."
-                yield Finding("other-shape", WRONG, fault, advice), {outcome.case.id}
+                yield finding("other-shape", shape=tuple(output.shape), expected=shape), {outcome.case.id}
                 return
         if outputs and self.beyond:
-            text = f"{self.beyond}, so it is not compared with the definition"
-            yield Finding("more-than-the-definition", NOTE, text), set()
+            yield finding("more-than-the-definition", beyond=self.beyond), set()
         elif outputs:
             is_mild = all(outcome.case.is_extreme for outcome, _ in outputs)
             sizes = [(outcome.case.name, self._difference(outcome)) for outcome, _ in outputs]
             names = ", ".join(name if size is None else f"{name} by {size:.2g}" for name, size in sizes)
             witness = "; ".join([names, *([] if is_mild else dependences(self.trial))])
-            fault = "it differs from the definition, and no known mistake explains it"
-            yield Finding("differs", FRAGILE if is_mild else WRONG, fault, witness=witness), _places([o for o, _ in outputs])
+            yield finding("differs", FRAGILE if is_mild else WRONG, witness=witness), _places([o for o, _ in outputs])
 
     def _in_half_precision(self) -> Iterator[Placed]:
         """Yield one finding for each reason in half precision."""
         faults = {case.id: self._fault(case)[0] for case in HALF if case in self.outcomes}
         for reason in dict.fromkeys(filter(None, faults.values())):
             ids = [id for id, fault in faults.items() if fault == reason]
-            advice = "Compute scores and softmax in float32, and use torch.finfo(dtype).min or -inf for what is hidden."
-            yield Finding(f"half-{ids[0]}", FRAGILE, f"in {', '.join(ids)}: {reason}", advice), set(ids)
+            yield finding("half-{case}", case=ids[0], cases=", ".join(ids), reason=reason), set(ids)
 
     def _of_the_mask(self) -> Iterator[Placed]:
         """Yield findings about the meaning of the mask, and a mask that is not accepted."""
         form, name = self.trial.way.form, self.trial.way.mask or ""
-        is_padding, advice = "padding" in name, "Set mask=keep or mask=hide to choose."
+        is_padding = "padding" in name
         if form is not None and self.meaning is None and form.added is None and form.hides != is_padding:
-            fault = f"in {name}, True = hide. If True should mean keep: mask inverted"
-            torchs = "In torch, an argument with this name is True where there is padding"
-            fault = f"{name} is True where a key is kept. {torchs}" if is_padding else fault
-            yield Finding("padding-mask-keeps" if is_padding else "mask-hides", FRAGILE, fault, advice), {"mask-hides"}
+            yield finding("padding-mask-keeps" if is_padding else "mask-hides", mask=name), {"mask-hides"}
         if not self.trial.is_masked:
-            fault = f"{name} accepts none of the forms of mask that were tried"
-            yield Finding("mask-not-accepted", FRAGILE, fault), {case.id for case in CASES if case.mask}
+            yield finding("mask-not-accepted", mask=name), {case.id for case in CASES if case.mask}
 
     def _weights(self) -> Iterator[Placed]:
         """Yield a finding if the returned weights did not produce the output."""
@@ -332,9 +320,8 @@ class _Verdicts:
                 continue
             got = outcome.weights.reshape(right.shape).double()
             if not are_close(got, right, is_loose=True):
-                fault = "the returned weights differ from the weights that give the output"
-                witness = f"seen in: {outcome.case.name} (by {(got - right).abs().max().item():.2g})"
-                yield Finding("other-weights", WRONG, fault, witness=witness), {outcome.case.id}
+                size = (got - right).abs().max().item()
+                yield finding("other-weights", name=outcome.case.name, size=size), {outcome.case.id}
                 return
 
     def _few_axes(self) -> Iterator[Placed]:
@@ -343,9 +330,7 @@ class _Verdicts:
             few, many = self.trial.way.layout.name, self.wide.way.layout.name
             plain = [o for c, o in self.wide.outcomes.items() if not (c.is_extreme or c.mask or c.is_causal or c.kv_heads)]
             names = [f"with {many}: {m.name}" for m in MUTANTS if self.judge.fits_all(plain, (m,))]
-            fault = f"checked with {few}: with {many}, it runs and gives another result"
-            advice = "Count axes from the end: softmax(dim=-1) and transpose(-2, -1)."
-            yield Finding("few-axes", FRAGILE, fault, advice, "".join(names[:1])), set()
+            yield finding("few-axes", few=few, many=many, also="".join(names[:1])), set()
 
 
 def _is_finite(outcome: Outcome) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache, partial
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minitx.check.calling import NotTriedError
 from minitx.check.reference import DTYPES, naive_attention
 from minitx.check.results import stable_id
 
@@ -273,19 +274,10 @@ def results_of(result: Any, leaves: Mapping[str, Tensor], cotangent: Tensor) -> 
     results = dict(zip(("output", "weights"), result if isinstance(result, tuple) else (result,), strict=False))
     output = results["output"]
     if output.requires_grad and output.shape == cotangent.shape:
-        cotangent = cotangent.to(output.device, output.dtype)
-        gradients = gradients_of(output, list(leaves.values()), cotangent)
+        loss = (output * cotangent.to(output.device, output.dtype)).sum()  # with a cotangent torch would import sympy, for 0.3 s
+        gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
         results |= zip((f"gradient of {name}" for name in leaves), gradients, strict=True)
     return {name: tensor.detach().cpu() for name, tensor in results.items() if tensor is not None}
-
-
-def gradients_of(output: Tensor, leaves: Sequence[Tensor], cotangent: Tensor) -> tuple[Tensor, ...]:
-    """Return the gradients of the leaves for a cotangent. If torch got the cotangent, it would import sympy, for 0.3 s."""
-    return torch.autograd.grad((output * cotangent).sum(), leaves, allow_unused=True, materialize_grads=True)
-
-
-class NotTriedError(Exception):
-    """A case cannot be run in this way of calling. The message is the reason."""
 
 
 @dataclass(frozen=True, eq=False)

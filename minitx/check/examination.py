@@ -21,7 +21,8 @@ from minitx.check.called_model import (
     limit_of,
     with_form,
 )
-from minitx.check.calling import fault_text, is_refusal
+from minitx.check.calling import NotTriedError, fault_text, is_refusal
+from minitx.check.findings import finding
 from minitx.check.properties import FACTOR, Gap, compare, rounding, unit
 from minitx.check.results import FAILED, FRAGILE, NOT_TRIED, NOTE, PASSED, WRONG, Check, Finding, Severity, Status
 from minitx.check.witness import first_moved
@@ -39,6 +40,10 @@ LONG = 130
 
 class StopError(Exception):
     """Nothing more can be tried. The message is the reason."""
+
+
+class FailedError(Exception):
+    """A check failed: the key of the finding, the gap or None, and the words of the finding."""
 
 
 class Examination:
@@ -74,14 +79,12 @@ class Examination:
         self.inputs = called.draw()
         self.base = called.answer(self.inputs)
         if not self.base.isfinite().all():
-            fault = "the output contains NaN or infinity for ordinary tokens"
-            self.failed("call/finite", Finding("not-finite", WRONG, fault))
+            self.failed("call/finite", "not-finite")
             raise StopError("the output is not finite")
         self.passed("call/finite")
         find_forms(called, self.inputs)
         if called.changed:
-            fault = f"the call changes its argument {min(called.changed)} in place"
-            self.failed("call/inputs", Finding("changes-inputs", WRONG, fault, "Copy the tensor before you change it."))
+            self.failed("call/inputs", "changes-inputs", name=min(called.changed))
 
     def measure(self) -> None:
         """Measure the noise, and find the meaning of the masks.
@@ -92,29 +95,19 @@ class Examination:
         called = self.called
         again = compare(called.answer(self.inputs), self.base, 0.0)
         if not again.is_rounding:
-            call, witness = self.answers(self.inputs), "the output differs by {gap.size:.2g}"
-            fault = "two calls in evaluation mode differ"
-            advice = "Without dropout, they are equal: F.dropout needs training=self.training, and attention dropout_p=0."
-            finding = Finding("random", WRONG, fault, advice, witness)
-            if draws_by_itself(call):
-                fault = "it draws random numbers in evaluation, and not for dropout, so nothing else is judged"
-                finding = Finding("random-by-itself", FRAGILE, fault, "Seed each call, or draw them once.", witness)
-            self.judge("determinism", again, finding, call, call, self.whole)
-            raise StopError(fault)
+            call = self.answers(self.inputs)
+            key = "random-by-itself" if draws_by_itself(call) else "random"
+            self.judge("determinism", again, key, call, call, self.whole, training="training=self.training")
+            raise StopError(self.findings[-1].fault)
         self.noise = max(rounding(called.answer, called.model, self.inputs, self.base, seed=seed) for seed in range(3))
-        self._without_effect()
+        if called.streams:
+            others = called.others(self.inputs, called.stream.name, self.places >= 0)
+            if self.gap(called.answer(others), self.base).is_rounding:
+                self.failed("call/effect", "no-effect", name=called.stream.name)
+                raise StopError("the output does not depend on the tokens")
         self._settle_layout()
         self._settle_meanings()
         self.is_measured = True
-
-    def _without_effect(self) -> None:
-        """Stop if the tokens do not change the output."""
-        if not self.called.streams:
-            return
-        name = self.called.stream.name
-        if self.gap(self.called.answer(self.called.others(self.inputs, name, self.places >= 0)), self.base).is_rounding:
-            self.failed("call/effect", Finding("no-effect", WRONG, f"changing {name} does not change the output"))
-            raise StopError("the output does not depend on the tokens")
 
     def _settle_layout(self) -> None:
         """Take the tokens as (L, B) if the rows of (B, L) change each other, and those of (L, B) do not.
@@ -132,9 +125,7 @@ class Examination:
             find_forms(self.called, self.inputs)
             self.base = self.called.answer(self.inputs)
             if self.base.shape[:2] == base.shape[:2] and self.other_row()[0].is_rounding:
-                text = "it takes the length first, (L, B): with (B, L), the rows of a batch change each other"
-                advice = "nn.MultiheadAttention, nn.TransformerEncoderLayer and nn.GRU take (B, L) with batch_first=True."
-                self.note(Finding("length-first", NOTE if called.stream.width else FRAGILE, text, advice))
+                self.note("length-first", NOTE if called.stream.width else FRAGILE)
                 return
         self.called, self.base = called, base
 
@@ -317,42 +308,62 @@ class Examination:
         """Record a check that was not tried."""
         self.record(id, NOT_TRIED, reason)
 
-    def failed(self, id: str, finding: Finding, gap: Gap | None = None) -> None:
-        """Record a check that failed, and its finding."""
-        self.record(id, FAILED, finding.fault, gap)
-        self.note(replace(finding, repeat=self._repeat(id)))
+    def failed(self, check: str, key: Finding | str, gap: Gap | None = None, at: str = "", **words: Any) -> None:
+        """Record a check that failed, and its finding: a row of ``FINDINGS`` with ``words`` in it. ``at``: the end of the witness."""
+        words = {"severity": self.severity, "gap": gap, "exam": self} | words
+        found = key if isinstance(key, Finding) else finding(key, **words)
+        self.record(check, FAILED, found.fault, gap)
+        self._add(replace(found, witness=found.witness + at, repeat=self._repeat(check)))
 
-    def note(self, finding: Finding) -> None:
+    def note(self, key: str, severity: Severity | None = None, **words: Any) -> str:
+        """Add a finding that fails no check, and return its text."""
+        found = finding(key, severity, **words)
+        self._add(found)
+        return found.fault
+
+    def _add(self, found: Finding) -> None:
         """Add a finding. The first with an id counts."""
-        if all(finding.id != other.id for other in self.findings):
-            self.findings.append(finding)
+        if all(found.id != other.id for other in self.findings):
+            self.findings.append(found)
 
-    def judge(self, id: str, gap: Gap, finding: Finding, *calls: Any, explained_by: str = "") -> bool:
-        """Record a comparison, and return whether it passed. If it failed, ``finding`` says why, unless another finding does.
+    def judge(self, check: str, gap: Gap, key: str, *calls: Any, explained_by: str = "", **words: Any) -> bool:
+        """Record a comparison, and return whether it passed. If it failed, the finding ``key`` says why, unless another does.
 
-        The witness may contain fields of ``gap`` and ``exam``, such as {gap.size:.2g}. ``calls``: the arguments of ``where``.
+        ``calls``: the arguments of ``where``, which ends the witness.
         """
         if gap.is_rounding:
-            self.passed(id, gap)
+            self.passed(check, gap)
         elif explained_by:
-            self.record(id, FAILED, f"see {explained_by}", gap)
+            self.record(check, FAILED, f"see {explained_by}", gap)
         else:
-            witness = finding.witness.format(gap=gap, exam=self) + (self.where(*calls) if calls else "")
-            self.failed(id, replace(finding, witness=witness), gap)
+            self.failed(check, key, gap, at=self.where(*calls) if calls else "", **words)
         return gap.is_rounding
 
+    def demand(self, condition: Any, key: str, gap: Gap | None = None, **words: Any) -> None:
+        """Raise unless the condition holds. The check that runs then fails with the finding ``key``."""
+        if not condition:
+            raise FailedError(key, gap, words)
+
     def attempt(self, id: str, check: Callable[[str], Any]) -> None:
-        """Run one check, and record an exception that it raises. An error about an unsupported call is not a fault."""
+        """Run one check. It passes if it records nothing and raises nothing. An error about an unsupported call is not a fault."""
+        count = len(self.checks)
         try:
             check(id)
+            if len(self.checks) == count and all(other.id != id for other in self.checks):
+                self.passed(id)
         except StopError:
             raise
+        except NotTriedError as reason:
+            self.skip(id, str(reason))
+        except FailedError as failure:
+            key, gap, words = failure.args
+            self.failed(id, key, gap, **words)
         except Exception as error:
             if is_refusal(error):
                 self.skip(id, f"it raises {fault_text(error)}")
                 return
-            fault = f"it raises in the check of {id.replace('-', ' ').replace('/', ', ')}"
-            self.failed(id, Finding(f"raises-{id.replace('/', '-')}", FRAGILE, fault, witness=fault_text(error)))
+            name = id.replace("-", " ").replace("/", ", ")
+            self.failed(id, "raises-{part}", part=id.replace("/", "-"), name=name, error=fault_text(error))
 
     def where(self, calm: Callable[[], Any], moved: Callable[[], Any], *stills: Tensor) -> str:
         """Return the end of a sentence that names the first module that moves."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,10 +14,10 @@ import torch
 from torch import Tensor
 
 from minitx.check.called_model import keep_mask, returned_cache
-from minitx.check.calling import fault_text
+from minitx.check.calling import NotTriedError, fault_text, need
 from minitx.check.examination import Examination
 from minitx.check.properties import Gap
-from minitx.check.results import FRAGILE, WRONG, Finding
+from minitx.check.results import FRAGILE, WRONG
 
 BACK = 3
 """The number of tokens by which a cache is cut back."""
@@ -26,13 +27,9 @@ def cache(exam: Examination) -> None:
     """Pieces with a cache equal one call."""
     called = exam.called
     learned_prompt = getattr(getattr(called.model, "active_peft_config", None), "is_prompt_learning", False)
-    if called.cache is None or called.why_without_positions:
-        exam.skip("cache", "no argument for a cache was found")
-        return
-    if called.prepended or learned_prompt or not exam.is_causal:
-        repeats = "each call adds the virtual tokens again, with or without a cache"
-        exam.skip("cache", repeats if called.prepended or learned_prompt else "the model is bidirectional")
-        return
+    need(called.cache is not None and not called.why_without_positions, "no argument for a cache was found")
+    need(not (called.prepended or learned_prompt), "each call adds the virtual tokens again, with or without a cache")
+    need(exam.is_causal, "the model is bidirectional")
     L = called.stream.length
     random_cuts = sorted((torch.randperm(L - 1, generator=called.generator)[:3] + 1).tolist())
     pieces = _Pieces(exam)
@@ -42,7 +39,9 @@ def cache(exam: Examination) -> None:
     exam.attempt("cache/cut-back", partial(pieces.compare, cuts=[L // 3, L - 2], what=f" that is cut back by {BACK} tokens"))
     exam.attempt("cache/long", partial(pieces.compare, cuts=[], what=" and a long row"))
     exam.attempt("cache/left-padding", partial(pieces.padded, cuts=[L // 2, L // 2 + 1, L - 3]))
-    exam.attempt("cache/static", partial(pieces.static, cuts=[L // 2, L // 2 + 1]))
+    static = getattr(sys.modules.get("transformers"), "StaticCache", None)
+    if static is not None and called.cache == "past_key_values" and called.config is not None:
+        exam.attempt("cache/static", partial(pieces.static, kind=static, cuts=[L // 2, L // 2 + 1]))
 
 
 class _Pieces:
@@ -110,20 +109,15 @@ class _Pieces:
     def _judge(self, id: str, gap: Gap, cuts: Sequence[int], what: str = "") -> None:
         is_known = any(finding.id == "cache-differs" for finding in self.exam.findings)
         how = f"token by token from {cuts[0]}" if len(cuts) > 5 else f"pieces that end at {', '.join(map(str, cuts))}"
-        witness = how + ": the output of token {gap.place[1]} differs by {gap.size:.2g}"
-        fault = f"with a cache{what}, pieces differ from one call"
-        advice = "Look at the positions of new tokens, and align the causal mask to the lower right: tril(diagonal=S - L)."
         # a recurrent state may not be meant to be cut back
         severity = self.exam.severity if "long row" in what else FRAGILE if "cut back" in what else WRONG
-        finding = Finding(f"cache-differs{what.replace(' ', '-').replace(',', '')}", severity, fault, advice, witness)
-        self.exam.judge(id, gap, finding, explained_by="the cache" * is_known)
+        words: dict[str, Any] = {"kind": re.sub("[ ,]+", "-", what), "what": what, "how": how, "severity": severity}
+        self.exam.judge(id, gap, "cache-differs{kind}", explained_by="the cache" * is_known, **words)
 
     def padded(self, id: str, cuts: Sequence[int]) -> None:
         """Compare pieces with one call, with padding on the left of a row."""
         exam, called, stream = self.exam, self.called, self.called.stream
-        if stream.form is None:
-            exam.skip(id, "no mask")
-            return
+        need(stream.form, "no mask")
         keep = keep_mask(exam.inputs[stream.name], slice(stream.length // 3))
         extra = called.counted(keep)
         try:
@@ -133,20 +127,14 @@ class _Pieces:
         output = self.run(cuts, keep=keep, **extra)
         self._judge(id, exam.gap(output, expected, keep), cuts, " and padding on the left")
 
-    def static(self, id: str, cuts: Sequence[int]) -> None:
+    def static(self, id: str, kind: Any, cuts: Sequence[int]) -> None:
         """Compare pieces with one call, with the static cache of transformers."""
         exam, called = self.exam, self.called
-        kind = getattr(sys.modules.get("transformers"), "StaticCache", None)
-        if kind is None or called.cache != "past_key_values" or called.config is None:
-            return
         is_supported = getattr(called.model, "_can_compile_fullgraph", True) is not False
-        if len(called.streams) > 1 or not is_supported:
-            reason = "is not tried with encoder–decoders" if is_supported else "is not supported by the model"
-            exam.skip(id, f"a cache of fixed size {reason}")
-            return
+        need(is_supported, "a cache of fixed size is not supported by the model")
+        need(len(called.streams) == 1, "a cache of fixed size is not tried with encoder–decoders")
         try:
             output = self.run(cuts, cache=kind(config=called.config, max_cache_len=called.stream.length + 3))
         except Exception as error:  # some architectures do not support it
-            exam.skip(id, f"it raises {fault_text(error)}")
-            return
+            raise NotTriedError(f"it raises {fault_text(error)}") from error
         self._judge(id, exam.gap(output, exam.base), cuts, " of fixed size")

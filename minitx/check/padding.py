@@ -11,40 +11,35 @@ import torch
 from torch import Tensor
 
 from minitx.check.called_model import Stream, keep_mask
+from minitx.check.calling import need
 from minitx.check.examination import Examination
 from minitx.check.properties import Gap
-from minitx.check.results import FRAGILE, NOTE, WRONG, Finding
+from minitx.check.results import FRAGILE, NOTE, WRONG
 
 
 def padding(exam: Examination) -> None:
     """Hidden tokens change nothing."""
-    if not exam.called.streams:
-        exam.skip("padding", "it reads no tokens")
+    need(exam.called.streams, "it reads no tokens")
     for stream in exam.called.streams:
-        prefix = "padding" if stream is exam.called.stream else "padding/source"
+        checks = _Padding(exam, stream)
         if stream.form is None:
-            exam.skip(prefix, stream.why_unmasked)
+            exam.skip(checks.prefix, stream.why_unmasked)
             continue
-        checks = _Padding(exam, stream, prefix)
         if stream.name in exam.turned and "attention_mask" in (stream.mask or ""):
-            fault = f"{stream.mask} is inverted: 1 hides a token"
-            advice = "In attention_mask, 1 is a real token: masked_fill(mask == 0, -inf)."
-            exam.failed(f"{prefix}/meaning", checks.finding("mask-inverted", WRONG, fault, advice))
-        exam.attempt(f"{prefix}/mask-of-ones", checks.ones)
+            exam.failed(f"{checks.prefix}/meaning", "{source}mask-inverted", **checks.words)
+        exam.attempt(f"{checks.prefix}/mask-of-ones", checks.ones)
         for side in ("left", "right", "inside"):
-            exam.attempt(f"{prefix}/{side}", partial(checks.side, side=side))
+            exam.attempt(f"{checks.prefix}/{side}", partial(checks.side, side=side))
 
 
 class _Padding:
     """The checks of padding in one stream."""
 
-    def __init__(self, exam: Examination, stream: Stream, prefix: str) -> None:
-        self.exam, self.stream, self.prefix = exam, stream, prefix
-        self.is_output = stream is exam.called.stream and exam.called.has_positions
-
-    def finding(self, id: str, *parts: Any) -> Finding:
-        """Return a finding. Its id names the source if the output belongs to another stream."""
-        return Finding(id if self.prefix == "padding" else f"source-{id}", *parts)
+    def __init__(self, exam: Examination, stream: Stream) -> None:
+        self.exam, self.stream = exam, stream
+        is_last = stream is exam.called.stream
+        self.is_output, self.prefix = is_last and exam.called.has_positions, "padding" if is_last else "padding/source"
+        self.words: dict[str, Any] = {"source": "" if is_last else "source-", "mask": stream.mask}
 
     def _answer(self, keep: Tensor, inputs: dict[str, Tensor] | None = None, **options: Any) -> Tensor:
         return self.exam.called.answer(inputs or self.exam.inputs, {self.stream.name: keep}, **options)
@@ -56,12 +51,9 @@ class _Padding:
     def ones(self, id: str) -> None:
         """A mask that hides nothing changes nothing."""
         exam, keep = self.exam, keep_mask(self.exam.inputs[self.stream.name])
-        fault = f"{self.stream.mask} changes the output, although it hides nothing"
-        advice = "Does the mask replace the causal mask?"
-        witness = "a mask that hides nothing moves the output by {gap.size:.2g}"
-        finding = self.finding("mask-of-ones-changes", WRONG, fault, advice, witness)
         calls = exam.answers(exam.inputs), exam.answers(exam.inputs, {self.stream.name: keep})
-        exam.judge(id, exam.gap(self._answer(keep), exam.base), finding, *calls, exam.whole)
+        gap = exam.gap(self._answer(keep), exam.base)
+        exam.judge(id, gap, "{source}mask-of-ones-changes", *calls, exam.whole, **self.words)
 
     def side(self, id: str, side: str) -> None:
         """Padding on one side changes nothing."""
@@ -72,24 +64,20 @@ class _Padding:
         changed = exam.called.others(exam.inputs, self.stream.name, ~keep)
         still, expected = self._still(keep), self._answer(keep)
         where = "inside" if side == "inside" else f"on the {side}"
-        if not expected[still].isfinite().all():
-            fault = f"NaN at real tokens with padding {where}"
-            advice = "Hide with a finite number, or clear rows that see nothing."
-            exam.failed(id, self.finding(f"nan-{side}", WRONG, fault, advice))
-            return
+        exam.demand(expected[still].isfinite().all(), "{source}nan-{side}", side=side, where=where, **self.words)
         if not expected.isfinite().all():
-            text = "NaN at the padding itself, so the sum of all losses is NaN"
-            exam.failed(f"{id}/finite", self.finding("nan-at-padding", FRAGILE, text, "Clear rows that see nothing."))
+            exam.failed(f"{id}/finite", "{source}nan-at-padding", **self.words)
         gap = exam.gap(self._answer(keep, changed), expected, still)
         if not gap.is_rounding:
-            if excuse := self._excuse(keep, side):
-                exam.note(excuse)
-                exam.skip(id, excuse.fault)
-                return
+            excuse = self._excuse(keep, side)
+            need(not excuse, excuse)
+            is_ignored = exam.gap(self._answer(keep), exam.base).is_rounding
             calls = (exam.answers(tokens, {self.stream.name: keep}) for tokens in (exam.inputs, changed))
             padded = torch.arange(len(keep)) == 1  # its real tokens, and its tokens in the other stream, must not move
             stills = [keep & padded[:, None], *[(still.T & padded).T] * (still is not keep)]
-            exam.judge(id, gap, self._leak(where, keep), *calls, *stills)
+            token = f", token {gap.place[1]}," if self.is_output else ""
+            key = "{source}mask-ignored" if is_ignored else "{source}padding-leaks"
+            exam.judge(id, gap, key, *calls, *stills, where=where, token=token, **self.words)
             return
         exam.passed(id, gap)
         self._rows(id, keep, expected)
@@ -103,42 +91,34 @@ class _Padding:
         others[1] = False
         between = exam.gap(expected, exam.base, others)
         if not between.is_rounding:
-            witness = "padding of row 1 moves the output of row {gap.place[0]} by {gap.size:.2g}"
-            finding = self.finding("padding-changes-rows", WRONG, "padding of a row changes other rows", "", witness)
-            exam.judge(f"{id}/other-rows", between, finding)
+            exam.failed(f"{id}/other-rows", "{source}padding-changes-rows", between, **self.words)
         if exam.are_rows_apart:
             row = {key: value[1:2] for key, value in exam.inputs.items()}
             gap = exam.gap(self._answer(keep[1:2], row), expected[1:2], still[1:2])
-            fault = f"in a batch of one, {self.stream.mask} has another effect"
-            advice = "Look for conditions on the batch size."
-            witness = "the output of the padded row differs by {gap.size:.2g} (a visible token moves it by {exam.typical:.2g})"
-            exam.judge(f"{id}/one-row", gap, self.finding("mask-in-a-batch-of-one", WRONG, fault, advice, witness))
+            exam.judge(f"{id}/one-row", gap, "{source}mask-in-a-batch-of-one", **self.words)
 
-    def _excuse(self, keep: Tensor, side: str) -> Finding | None:
-        """Return a note if the model may let hidden tokens of this kind move the output.
+    def _excuse(self, keep: Tensor, side: str) -> str:
+        """Return the text of a note, if the model may let hidden tokens of this kind move the output, or an empty string.
 
         It knows padding by its id, it reads one output at the outermost token, or it hides tokens only with another mask, too.
         """
-        exam, name, mask = self.exam, self.stream.name, self.stream.mask
+        exam, name, words = self.exam, self.stream.name, self.words
         assert self.stream.form is not None
         if exam.called.pad is not None and self.stream.width is None:
             tokens = exam.inputs[name].masked_fill(~keep.to(exam.called.device), exam.called.pad)
             if self._gap_alone(keep, {**exam.inputs, name: tokens}, **exam.called.counted(keep)).is_rounding:
-                text = f"padding is recognised by the id {exam.called.pad}, not by {mask}"
-                return self.finding("padding-by-id", NOTE, text, "Hide tokens with this id.")
+                return exam.note("{source}padding-by-id", pad=exam.called.pad, **words)
         if not self.is_output and side != "inside":
-            inner, edge = ~keep, "first" if side == "left" else "last"
-            inner[:, 0 if side == "left" else -1] = False
+            inner, edge = ~keep, 0 if side == "left" else -1
+            inner[:, edge] = False
             if not self._moved(keep, inner):
-                text = f"the output is read at the {edge} token, also if {mask} hides it"
-                return self.finding(f"reads-{side}-edge", NOTE, text, f"Do not pad on the {side}.")
+                return exam.note("{source}reads-{side}-edge", side=side, edge="last" if edge else "first", **words)
         taken = {stream.mask for stream in exam.called.streams}
         for other in (other for other in exam.called.names if "mask" in other and other not in taken):
             with suppress(Exception):  # this argument takes another form
                 if not self._moved(keep, ~keep, **{other: self.stream.form.write(keep.to(exam.called.device))}):
-                    text = f"{mask} hides tokens only together with {other}"
-                    return self.finding("needs-another-mask", NOTE, text, f"Pass the mask as {other}, too.")
-        return None
+                    return exam.note("{source}needs-another-mask", other=other, **words)
+        return ""
 
     def _moved(self, keep: Tensor, changed: Tensor, **options: Any) -> bool:
         """Return whether other tokens at ``changed`` move the output."""
@@ -154,29 +134,12 @@ class _Padding:
         expected = exam.called.answer(alone, **{key: value[1:2, real] for key, value in positions.items()})
         return exam.gap(padded[:, real] if self.is_output else padded, expected)
 
-    def _leak(self, where: str, keep: Tensor) -> Finding:
-        exam, mask = self.exam, self.stream.mask
-        token = ", token {gap.place[1]}," if self.is_output else ""
-        witness = f"other tokens at hidden places {where} move the output of row {{gap.place[0]}}{token}"
-        witness += " by {gap.size:.2g} (a visible token: {exam.typical:.2g})"
-        if exam.gap(self._answer(keep), exam.base).is_rounding:
-            advice = "Pass it on to the attention of every layer."
-            return self.finding("mask-ignored", WRONG, f"{mask} is ignored", advice, witness)
-        advice = "Hide their keys in every layer, and clear their values in other modules that mix positions."
-        if self.prefix != "padding":
-            advice = "Hide their keys in every layer of the encoder, and in cross-attention, which needs the mask, too."
-        return self.finding("padding-leaks", WRONG, f"hidden tokens leak through {mask}", advice, witness)
-
     def _alone(self, id: str, side: str, keep: Tensor) -> None:
         """A padded row equals the same row alone."""
         exam, gap = self.exam, self._gap_alone(keep, self.exam.inputs)
-        witness = "the output of the row differs by {gap.size:.2g} (a visible token moves it by {exam.typical:.2g})"
         if side == "right":
-            fault = "a row with padding on the right differs from the same row alone"
-            advice = "Look for a mean, a norm or a last token over the whole length."
-            exam.judge(id, gap, self.finding("padded-row-differs", FRAGILE, fault, advice, witness))
+            exam.judge(id, gap, "{source}padded-row-differs", **self.words)
             return
-        fault = "with padding on the left, positions are counted from the padding"
         advice = "Count positions from the first real token: mask.cumsum(-1) - 1."
         severity = WRONG if "relative" in exam.expect else NOTE
         if not gap.is_rounding and "position_ids" in exam.called.names:
@@ -184,7 +147,7 @@ class _Padding:
             with suppress(Exception):
                 if self._gap_alone(keep, exam.inputs, **exam.called.counted(keep)).is_rounding:
                     severity, advice = NOTE, "With position_ids = mask.cumsum(-1) - 1 it is right."
-        exam.judge(id, gap, self.finding("positions-of-left-padding", severity, fault, advice, witness))
+        exam.judge(id, gap, "{source}positions-of-left-padding", severity=severity, advice=advice, **self.words)
 
 
 # --- documents
@@ -194,9 +157,8 @@ def documents(exam: Examination) -> None:
     """The second of two documents in one row gives the same output as alone."""
     called = exam.called
     names = [name for name in ("document_ids", "position_ids", "seq_idx") if name in called.names]
-    if called.why_without_positions or len(called.streams) > 1 or not names:
-        exam.skip("documents", "no argument for documents was found")
-        return
+    is_plain = not called.why_without_positions and len(called.streams) == 1
+    need(is_plain and names, "no argument for documents was found")
     stream, places = called.stream, exam.places.to(called.device)
     second = places >= stream.length // 2
     keep = {stream.name: keep_mask(places)}
@@ -213,12 +175,9 @@ def documents(exam: Examination) -> None:
     if exam.is_causal and alone and masked is False:
         id = "documents/position_ids-and-a-mask"
         exam.checks = [check for check in exam.checks if check.id != id]
-        fault = f"position_ids that restart isolate documents, but not together with {stream.mask}"
-        advice = f"Do not pass {stream.mask} with packed documents."
-        exam.failed(id, Finding("mask-joins-documents", FRAGILE, fault, advice))
+        exam.failed(id, "mask-joins-documents", mask=stream.mask)
     elif exam.is_causal and alone is False and "document_ids" not in names:
-        text = "position_ids that restart do not isolate packed documents"
-        exam.note(Finding("positions-join-documents", NOTE, text))
+        exam.note("positions-join-documents")
 
 
 def _packed(exam: Examination, id: str, options: Any, keep: Mapping[str, Tensor] | None, apart: dict[str, bool]) -> None:
@@ -229,16 +188,10 @@ def _packed(exam: Examination, id: str, options: Any, keep: Mapping[str, Tensor]
     changed = called.others(exam.inputs, name, exam.places == 1)
     gap = exam.gap(called.answer(changed, keep, **options), packed, exam.places >= half)
     apart[id] = gap.is_rounding
-    if not gap.is_rounding and "position_ids" in options:
-        exam.skip(id, "position_ids that restart are not read as documents")
-        return
-    witness = "a token of the first document moves token {gap.place[1]} of the second by {gap.size:.2g}"
-    finding = Finding("documents-leak", WRONG, "documents of a row see each other", "", witness)
-    if gap.is_rounding:
-        alone = called.answer({**exam.inputs, name: exam.inputs[name][:, half:].contiguous()})
-        difference = exam.gap(packed[:, half:], alone)
-        if not difference.is_rounding:
-            gap, fault = difference, "the second document of a row is isolated, but differs from the same document alone"
-            witness = "the output of the second document differs by {gap.size:.2g}"
-            finding = Finding("document-differs", FRAGILE, fault, "Count positions in each document.", witness)
-    exam.judge(id, gap, finding)
+    need(gap.is_rounding or "position_ids" not in options, "position_ids that restart are not read as documents")
+    alone = called.answer({**exam.inputs, name: exam.inputs[name][:, half:].contiguous()})
+    difference = exam.gap(packed[:, half:], alone)
+    if gap.is_rounding and not difference.is_rounding:
+        exam.failed(id, "document-differs", difference)
+    else:
+        exam.judge(id, gap, "documents-leak")

@@ -16,8 +16,8 @@ effect of rounding is measured in the model (``rounding``), because no fixed tol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,35 +108,37 @@ def rounding(
 ) -> float:
     """Return the effect of rounding on the answer: the largest difference if each step is rounded differently.
 
-    The output of each module without children is multiplied by 1 ± ε, with ε = ``unit`` of its dtype and random signs. Another kernel
-    changes the output about as much.
+    The inputs of the model, and the results of each module that has parameters or no children, are multiplied by 1 ± ε, with ε = ``unit``
+    of their dtype and random signs. Another kernel changes the output about as much.
 
     Args:
         model: the module that ``answer`` calls.
         expected: ``answer(inputs)``, if it is known.
         where: as in ``compare``. seed: the seed of the signs. The global random state is not used.
     """
-    with _perturbed(model, seed):
-        moved = answer(inputs)
-    return compare(moved, answer(inputs) if expected is None else expected, 0.0, where).size
-
-
-@contextmanager
-def _perturbed(model: nn.Module, seed: int) -> Iterator[None]:
     generator = torch.Generator().manual_seed(seed)
 
-    def leave(module: nn.Module, args: Any, output: Any) -> Any:
-        if not isinstance(output, Tensor) or not output.is_floating_point():
-            return None
-        is_up = torch.randint(2, output.shape, generator=generator, dtype=torch.bool).to(output.device)
-        step = unit(output.dtype)
-        return output * torch.where(is_up, 1 + step, 1 - step).to(output.dtype)
+    def rounded(value: Any) -> Any:
+        if type(value) in (tuple, list):  # of a recurrent layer
+            return type(value)(rounded(part) for part in value)
+        if type(value) is dict:
+            return {name: rounded(part) for name, part in value.items()}
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        is_up = torch.randint(2, value.shape, generator=generator, dtype=torch.bool).to(value.device)
+        step = unit(value.dtype)
+        return value * torch.where(is_up, 1 + step, 1 - step).to(value.dtype)
+
+    def enter(module: nn.Module, args: Any, options: Any) -> Any:
+        return rounded(args), rounded(options)
 
     with ExitStack() as hooks:
+        hooks.enter_context(model.register_forward_pre_hook(enter, with_kwargs=True))
         for module in model.modules():
-            if not any(module.children()):
-                hooks.enter_context(module.register_forward_hook(leave))
-        yield
+            if not any(module.children()) or any(True for _ in module.parameters(recurse=False)):
+                hooks.enter_context(module.register_forward_hook(lambda module, args, result: rounded(result)))
+        moved = answer(inputs)
+    return compare(moved, answer(inputs) if expected is None else expected, 0.0, where).size
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,19 +11,8 @@ from itertools import combinations, product
 import torch
 from torch import Tensor
 
-from minitx.check.cases import (
-    BLIND,
-    BLIND_MOVED,
-    CASES,
-    CAUSAL,
-    OTHERS,
-    SIMPLE,
-    Case,
-    NotTriedError,
-    Operands,
-    Outcome,
-    gradients_of,
-)
+from minitx.check.calling import QKV, NotTriedError
+from minitx.check.cases import BLIND, BLIND_MOVED, CASES, CAUSAL, OTHERS, SIMPLE, Case, Operands, Outcome, results_of
 from minitx.check.mutants import DEFINITION, MUTANTS, Mutant, attention_in_steps, unchanged
 from minitx.check.subjects import AXES_2, AXES_3, HEADS_FIRST, Subject, Way
 
@@ -103,17 +92,9 @@ class Expected:
     @cached_property
     def gradients(self) -> tuple[Tensor, ...]:
         """Return the gradients of query, key and value for the cotangent."""
-        leaves = [tensor.detach().double().clone().requires_grad_() for tensor in self._inputs.heads]
-        if self.output is not None and self.output.shape == self._inputs.cotangent.shape:
-            output, _ = self._attention(*leaves)
-            if output.requires_grad:
-                return gradients_of(output, leaves, self._inputs.cotangent)
-        return tuple(torch.zeros_like(leaf) for leaf in leaves)
-
-    @cached_property
-    def size(self) -> float:
-        """Return the largest number of the output."""
-        return 1.0 if self.output is None else _largest(self.output)
+        leaves = {role: x.detach().double().clone().requires_grad_() for role, x in zip(QKV, self._inputs.heads, strict=True)}
+        results = {} if self.output is None else results_of(self._attention(*leaves.values()), leaves, self._inputs.cotangent)
+        return tuple(results.get(f"gradient of {role}", torch.zeros_like(leaf)) for role, leaf in leaves.items())
 
 
 _expected = lru_cache(maxsize=8192)(Expected)
@@ -146,7 +127,7 @@ class Judge:
         expected = self.answer(outcome.inputs, mistakes)
         if outcome.output is None or expected.output is None:
             return outcome.output is None and expected.output is None and outcome.fault.startswith("RuntimeError")
-        return are_close(outcome.output, expected.output, self._is_loose(outcome), expected.size)
+        return are_close(outcome.output, expected.output, self._is_loose(outcome))
 
     def _fits_gradients(self, outcome: Outcome, mistakes: Mistakes) -> bool:
         if outcome.output is None or not outcome.has_inner_gradients or outcome.case.is_extreme or outcome.output.isnan().any():
@@ -173,15 +154,13 @@ def _matters(mutant: Mutant, inputs: Operands) -> bool:
     return not set(mutant.instead) <= idle
 
 
-def are_close(got: Tensor, want: Tensor, is_loose: bool = False, size: float | None = None) -> bool:
-    """Return whether two results are equal up to rounding. NaN equals NaN. ``size`` is the largest number of ``want``."""
+def are_close(got: Tensor, want: Tensor, is_loose: bool = False) -> bool:
+    """Return whether two results are equal up to rounding, relative to the largest number of ``want``. NaN equals NaN."""
+    if got.shape != want.shape or not want.numel():
+        return got.shape == want.shape
     share = LOOSE if is_loose else TIGHT
-    size = _largest(want) if size is None else size
-    return got.shape == want.shape and torch.allclose(got.double(), want, rtol=share, atol=size * share, equal_nan=True)
-
-
-def _largest(tensor: Tensor) -> float:
-    return tensor.nan_to_num(posinf=0.0, neginf=0.0).abs().max().item() if tensor.numel() else 1.0
+    size = want.nan_to_num(posinf=0.0, neginf=0.0).abs().max().item()
+    return torch.allclose(got.double(), want, rtol=share, atol=size * share, equal_nan=True)
 
 
 # --- ways of calling
@@ -267,15 +246,15 @@ class Diagnosis:
 def diagnose(judge: Judge, trials: Iterable[Trial]) -> Diagnosis | None:
     """Return the diagnosis with the fewest mistakes, or None without trials."""
     tried: list[Trial] = []
-    right = None
     for trial in trials:
         tried.append(trial)
         if trial.is_masked and judge.fits_all(trial.ordinary):
-            right = Diagnosis(trial, ())
+            diagnosis = Diagnosis(trial, ())
             break
-    if not tried:
-        return None
-    diagnosis = right or _best(judge, tried)
+    else:
+        if not tried:
+            return None
+        diagnosis = _best(judge, tried)
     has_few_axes = diagnosis.trial.way.layout in (AXES_2, AXES_3)
     return replace(diagnosis, wide=next((t for t in tried if has_few_axes and t.way.layout is HEADS_FIRST), None))
 
@@ -312,7 +291,12 @@ def _explaining(judge: Judge, possible: Iterable[Mistakes], trial: Trial, is_str
     if not is_strict and (len(chosen) == len(trial.ordinary) or judge.fits_all(chosen)):
         return []
     ordered = sorted(chosen, key=judge.fits)
-    sensible = (m for m in possible if not (trial.is_causal and any(mutant.name == "causal ignored" for mutant in m)))
+    # attention that is taken to be causal ignores no option, and a layer may have a norm of its own
+    senseless = ["causal ignored"] * trial.is_causal + [
+        "cosine of query and key",
+        "cosine without scale",
+    ] * trial.subject.is_layer
+    sensible = (m for m in possible if not any(mutant.name in senseless for mutant in m))
     return [mistakes for mistakes in sensible if judge.fits_all(ordered, mistakes)]
 
 
@@ -338,13 +322,10 @@ def passes(judge: Judge, trial: Trial, outcome: Outcome) -> bool:
 
 def is_moved(trial: Trial) -> bool:
     """Return whether hidden values change the output of a query that sees nothing."""
-    pair = [trial.outcomes[e].output if e in trial.outcomes else None for e in (BLIND, BLIND_MOVED)]
-    allowed = trial.outcomes[BLIND].inputs.allowed if BLIND in trial.outcomes else None
-    if pair[0] is None or pair[1] is None or allowed is None:
-        return False
-    blind = ~allowed.any(-1)[:, 0]  # (B, L)
-    still, moved = (output.transpose(1, 2)[blind] for output in pair if output is not None)
-    return not are_close(moved, still.double(), is_loose=True)
+    outcomes = [trial.outcomes[case] for case in (BLIND, BLIND_MOVED) if case in trial.outcomes]
+    pair = [(outcome.output, outcome.inputs.allowed) for outcome in outcomes]
+    parts = [x.transpose(1, 2)[~allowed.any(-1)[:, 0]] for x, allowed in pair if x is not None and allowed is not None]
+    return len(parts) == 2 and not are_close(parts[1], parts[0].double(), is_loose=True)
 
 
 # --- more than the definition

@@ -14,14 +14,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode  # documented in torch's notes on extending it
 
 from minitx.check import calling
-from minitx.check.calling import HINTS, QKV, MaskForm, ReturnError, choices, fault_text, first_that_works, invoke
-from minitx.check.cases import HEADS, WIDTH, Case, NotTriedError, Operands, Outcome, drawn, results_of
+from minitx.check.calling import HINTS, QKV, DoesNotApplyError, MaskForm, NotTriedError, ReturnError, choices, fault_text, need
+from minitx.check.cases import HEADS, WIDTH, Case, Operands, Outcome, drawn, results_of
 from minitx.check.copying import copied
-
-
-class DoesNotApplyError(NotTriedError):
-    """A case does not apply to this subject, so a graded exercise does not require it."""
-
 
 MEANINGS = (
     *(MaskForm(dtype) for dtype in (torch.bool, torch.int, torch.float64)),
@@ -216,10 +211,8 @@ class Subject:
 
     def refuse(self, way: Way, case: Case) -> None:
         """Raise ``NotTriedError`` if the case does not apply."""
-        if "x" in way.order:
-            raise NotTriedError("a function of one input has no projections")
-        if case.kv_heads and way.layout in (AXES_2, AXES_3, WHOLE):
-            raise NotTriedError(f"the layout {way.layout.name} has no heads")
+        has_heads = way.layout not in (AXES_2, AXES_3, WHOLE)
+        need(has_heads or not case.kv_heads, f"the layout {way.layout.name} has no heads")
 
     def measured(self, way: Way, case: Case, inputs: Operands) -> Outcome:
         """Call it, and measure the inputs and the output of its attention."""
@@ -254,20 +247,15 @@ class Subject:
 
     def inputs(self, way: Way, case: Case) -> Operands:
         """Return the inputs of a case, with the causal mask inside the mask if there is no option for it."""
-        if case.mask and way.mask is None:
-            raise NotTriedError("no argument for a mask was found")
-        if "x" in way.order and case.rows != case.keys:
-            raise DoesNotApplyError("it takes one input for queries and keys")
+        need(way.mask or not case.mask, "no argument for a mask was found")
+        is_square = case.rows == case.keys or "x" not in way.order
+        need(is_square, "it takes one input for queries and keys", DoesNotApplyError)
         inputs = drawn(case, way.inner.heads, self.width // way.inner.heads, way.kind, self.seed)
         if case.is_causal and way.causal is None:
-            if way.mask is None or way.kind != "cells" or self.is_for_padding:
-                missing = (
-                    "neither a causal option nor a mask" if way.mask is None else "no causal option, and no mask for each query"
-                )
-                raise NotTriedError(f"it takes {missing}")
+            need(way.mask, "it takes neither a causal option nor a mask")
+            need(way.kind == "cells" and not self.is_for_padding, "it takes no causal option, and no mask for each query")
             inputs = inputs.through_mask
-        if inputs.allowed is not None and way.form is None:
-            raise NotTriedError("none of the kinds of mask that were tried is accepted")
+        need(inputs.allowed is None or way.form, "none of the kinds of mask that were tried is accepted")
         return inputs
 
     def options(self, way: Way, inputs: Operands, heads: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -284,7 +272,7 @@ class Subject:
     def call(self, arguments: dict[str, Any], is_copied: bool = True) -> Any:
         """Call it with arguments by name, and positional-only arguments in order."""
         names = self.arguments.names if self.is_adapted else self.arguments.positional
-        result, changed = invoke(self.function, arguments, names, is_copied=is_copied)
+        result, changed = calling.invoke(self.function, arguments, names, is_copied=is_copied)
         self.changed.update(changed)
         return result
 
@@ -361,12 +349,12 @@ class AttentionLayer(Subject):
         yield from ((layout, Inner(*parts)) for parts in product(counts, (True, False), {False, is_fused}, orders))
 
     def refuse(self, way: Way, case: Case) -> None:
-        if case.kv_heads or case.value_width or case.low is not None:
-            raise DoesNotApplyError("a layer projects its own queries, keys and values")
-        if case.dtypes or case.small < 1 or case.is_reused:
-            raise DoesNotApplyError("a layer is tried in one dtype, with its own numbers")
-        if case.hidden and case.mask == "keys" and "x" in way.order:
-            raise DoesNotApplyError("it takes one input for queries and values")
+        is_own = not (case.kv_heads or case.value_width or case.low is not None)
+        need(is_own, "a layer projects its own queries, keys and values", DoesNotApplyError)
+        is_usual = not (case.dtypes or case.small < 1 or case.is_reused)
+        need(is_usual, "a layer is tried in one dtype, with its own numbers", DoesNotApplyError)
+        is_apart = not (case.hidden and case.mask == "keys" and "x" in way.order)
+        need(is_apart, "it takes one input for queries and values", DoesNotApplyError)
 
     def measured(self, way: Way, case: Case, inputs: Operands) -> Outcome:
         key = case, inputs.query.shape[1], *way.call_key  # ways that only split the products differently share the call
@@ -514,7 +502,7 @@ def instance_of(cls: type[Any]) -> tuple[Any, str]:
     sizes = {name: (known[role],) if role in known else guesses for name, role in roles.items()}
     tried = sorted(choices(sizes), key=lambda values: len(values) - len(set(values.values())))
     faults: dict[str, None] = {}
-    chosen = first_that_works(tried[:100], lambda values: cls(**values), faults)
+    chosen = calling.first_that_works(tried[:100], lambda values: cls(**values), faults)
     if chosen is None:
         advice = f"pass an instance: write layer = {cls.__name__}(...) into the file, and check FILE.py:layer"
         raise ValueError(f"{cls.__name__} cannot be created: {next(iter(faults))}; {advice}")

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from minitx.check.called_model import keep_mask
+from minitx.check.calling import need
 from minitx.check.examination import SHARE, Examination
 from minitx.check.properties import Gap
-from minitx.check.results import FAILED, FRAGILE, NOTE, WRONG, Finding
+from minitx.check.results import FAILED
 
 FAR_LESS = 1e-12
 """A gradient below this share of the largest gradient counts as zero."""
@@ -25,19 +26,13 @@ CAUSAL_ADVICE = (
 
 def rows(exam: Examination) -> None:
     """Rows of a batch do not know each other."""
-    called, inputs = exam.called, exam.inputs
     gap, changed = exam.other_row()
     exam.are_rows_apart = gap.is_rounding
-    advice = "Look for a view that mixes axes, or a mean over axis 0. torch's attention and nn.GRU take (L, B, E) unless batch_first=True."
-    witness = "changing row 1 moves the output of row {gap.place[0]} by {gap.size:.2g}"
-    finding = Finding("rows-mixed", WRONG, "rows of a batch change each other", advice, witness)
-    calls = exam.answers(inputs), exam.answers(changed), torch.tensor([True, False, True])
-    if exam.judge("rows/others", gap, finding, *calls):
-        parts = [{name: value[row : row + 1] for name, value in inputs.items()} for row in range(len(exam.base))]
-        gap = exam.gap(torch.cat([called.answer(part) for part in parts]), exam.base)
-        fault = "the output of a row alone differs from its output in a batch"
-        witness = "row {gap.place[0]} alone and in its batch differ by {gap.size:.2g}"
-        exam.judge("rows/alone", gap, Finding("row-alone-differs", WRONG, fault, advice, witness))
+    calls = exam.answers(exam.inputs), exam.answers(changed), torch.tensor([True, False, True])
+    if exam.judge("rows/others", gap, "rows-mixed", *calls):
+        parts = [{name: value[row : row + 1] for name, value in exam.inputs.items()} for row in range(len(exam.base))]
+        alone = torch.cat([exam.called.answer(part) for part in parts])
+        exam.judge("rows/alone", exam.gap(alone, exam.base), "row-alone-differs")
 
 
 # --- causality
@@ -45,21 +40,20 @@ def rows(exam: Examination) -> None:
 
 def causality(exam: Examination) -> None:
     """In a causal model, later tokens change nothing."""
-    ids = [f"causality/{kind}" for kind in ("values", "prefix", "with-a-mask", "long", "gradient")]
+    checks = {"values": _token_values, "prefix": _prefix, "with-a-mask": _with_mask, "long": _long, "gradient": _gradients}
     if exam.called.why_without_positions:
-        for id in ids:
-            exam.skip(id, exam.called.why_without_positions)
+        for kind in checks:
+            exam.skip(f"causality/{kind}", exam.called.why_without_positions)
         return
     exam.look()
     word, _, width = exam.intention[0].partition(":")
     if word == "bidirectional" and not exam.sees_later:
-        fault = "no token sees a later token, although the model is declared bidirectional"
-        exam.failed("causality/declared", Finding("not-bidirectional", WRONG, fault, "Remove the causal mask."))
-    for id, check in zip(ids, (_token_values, _prefix, _with_mask, _long, _gradients), strict=True):
+        exam.failed("causality/declared", "not-bidirectional")
+    for kind, check in checks.items():
         if exam.is_causal or check is _gradients:
-            exam.attempt(id, partial(check, exam))
+            exam.attempt(f"causality/{kind}", partial(check, exam))
         else:
-            exam.skip(id, "the model is bidirectional; set expect=causal if it must not be")
+            exam.skip(f"causality/{kind}", "the model is bidirectional; set expect=causal if it must not be")
     if width:
         exam.attempt("causality/window", partial(_window, exam, width=int(width)))
 
@@ -69,13 +63,9 @@ def _window(exam: Examination, id: str, width: int) -> None:
     seen = exam.influence > exam.allowed
     band = torch.ones_like(seen).tril().triu(1 - width)
     wrong = (seen.tril() != band).nonzero().tolist()
-    if not wrong:
-        exam.passed(id)
-        return
-    i, j = wrong[-1]
-    fault = f"the output of token {i} {'depends' if seen[i, j] else 'does not depend'} on token {j}, {i - j} before it, with window:{width}"
-    advice = "A window of w tokens is the token itself and w - 1 before it; n layers of width w see n · (w - 1) + 1 tokens."
-    exam.failed(id, Finding("other-window", WRONG, fault, advice, f"{len(wrong)} such pairs"))
+    i, j = wrong[-1] if wrong else (0, 0)
+    depends = "depends" if seen[i, j] else "does not depend"
+    exam.demand(not wrong, "other-window", i=i, j=j, depends=depends, distance=i - j, width=width, count=len(wrong))
 
 
 def _token_values(exam: Examination, id: str) -> None:
@@ -88,8 +78,6 @@ def _token_values(exam: Examination, id: str) -> None:
     changed = exam.called.others(exam.inputs, name, exam.places == j)
     at = exam.where(exam.answers(exam.inputs), exam.answers(changed), exam.places < j)
     pairs = int((future > exam.allowed).sum())
-    usual = f"(a token that it may see: {exam.typical:.2g}); {pairs} such pair{'s' * (pairs > 1)}"
-    witness = f"changing token {j} moves the output of token {i} by {future.max():.2g} {usual}{at}"
     fault, advice = "later tokens change earlier outputs", CAUSAL_ADVICE
     if not (exam.influence.tril(-1) > exam.allowed).any() and pairs > L:
         fault = "each token sees the later tokens, but not the earlier tokens"
@@ -98,7 +86,8 @@ def _token_values(exam: Examination, id: str) -> None:
         advice = "The mask is too wide: use tril(diagonal=S - L) without an extra 1. Or a convolution needs padding on the left only."
     if not exam.intention[0]:
         advice = f"If it must be causal: {advice[0].lower()}{advice[1:]} expect=causal or expect=bidirectional declares it."
-    exam.failed(id, Finding("not-causal", exam.severity, fault, advice, witness))
+    words: dict[str, Any] = {"i": i, "j": j, "size": future.max().item(), "count": pairs, "s": "s" * (pairs > 1)}
+    exam.failed(id, "not-causal", at=at, fault=fault, advice=advice, **words)
 
 
 def _prefix(exam: Examination, id: str) -> None:
@@ -107,31 +96,23 @@ def _prefix(exam: Examination, id: str) -> None:
     L = exam.inputs[name].shape[1]
     short = {**exam.inputs, name: exam.inputs[name][:, : L - 3].contiguous()}
     gap = exam.gap(called.answer(short), exam.base[:, : L - 3])
-    witness = f"{L - 3} of {L} tokens alone: " + "the output of token {gap.place[1]} differs by {gap.size:.2g}"
-    fault = "the outputs of a prefix depend on the number of tokens that follow"
-    advice = "Look for a mean or a norm over the length."
-    finding = Finding("prefix-differs", exam.severity, fault, advice, witness)
-    exam.judge(id, gap, finding, explained_by="causality" * exam.sees_later)
+    exam.judge(id, gap, "prefix-differs", explained_by="causality" * exam.sees_later, short=L - 3, length=L)
 
 
 def _with_mask(exam: Examination, id: str) -> None:
     """A padding mask does not switch off the causal mask."""
     stream = exam.called.stream
-    if stream.form is None:
-        exam.skip(id, stream.why_unmasked)
-        return
+    need(stream.form, stream.why_unmasked)
     L = stream.length
     last = exam.places >= L - 3
-    witness = f"with {stream.mask}, the last 3 tokens " + "move the output of token {gap.place[1]} by {gap.size:.2g}"
-    fault, advice = f"with {stream.mask}, the model is not causal", "Combine the two masks: causal & padding."
-    finding = Finding("not-causal-with-a-mask", exam.severity, fault, advice, witness)
+    words: dict[str, Any] = {"explained_by": "causality" * exam.sees_later, "mask": stream.mask}
     for hidden in (0, 2):
         keep = keep_mask(exam.inputs[stream.name], slice(L - hidden, L))
         changed = exam.called.others(exam.inputs, stream.name, last)
         before, after = (exam.answers(tokens, {stream.name: keep}) for tokens in (exam.inputs, changed))
         gap = exam.gap(after(), before(), keep & ~last)
         if hidden or not gap.is_rounding:
-            exam.judge(id, gap, finding, before, after, keep & ~last, explained_by="causality" * exam.sees_later)
+            exam.judge(id, gap, "not-causal-with-a-mask", before, after, keep & ~last, **words)
             return
 
 
@@ -146,22 +127,14 @@ def _long(exam: Examination, id: str) -> None:
         changed = exam.called.others(inputs, name, places >= cut)
         gap = exam.gap(exam.called.answer(changed), base, places < cut, noise)
         if not gap.is_rounding:
-            tokens = f"the tokens from {cut} to {base.shape[1] - 1}"
-            witness = tokens + " move the output of token {gap.place[1]} by {gap.size:.2g}"
-            fault, advice = "in a long row, later tokens change earlier outputs", "Look at the borders of blocks or chunks."
-            finding = Finding("not-causal-in-a-long-row", exam.severity, fault, advice, witness)
-            exam.judge(id, gap, finding, exam.answers(inputs), exam.answers(changed), places < cut)
+            calls, last = (exam.answers(inputs), exam.answers(changed)), base.shape[1] - 1
+            exam.judge(id, gap, "not-causal-in-a-long-row", *calls, places < cut, cut=cut, last=last)
             return
-    exam.passed(id)
 
 
 def _gradients(exam: Examination, id: str) -> None:
     """A token gets a gradient exactly if its value has an effect."""
-    grads = _token_gradients(exam)
-    if isinstance(grads, str):
-        exam.skip(id, grads)
-        return
-    influence = exam.influence
+    grads, influence = _token_gradients(exam), exam.influence
     zero = grads <= FAR_LESS * grads.max()
     cut = (influence > max(exam.allowed, 0.05 * exam.typical)) & zero
     seen = influence > exam.allowed
@@ -169,27 +142,18 @@ def _gradients(exam: Examination, id: str) -> None:
         i, j = cut.nonzero()[-1].tolist()
         witness = f"changing token {j} moves the output of token {i} by {influence[i, j]:.2g}, but its gradient is 0; {int(cut.sum())} such pairs"
         half = 0.5 * int(seen.sum()) - int(seen.diagonal().sum())  # of the effects, less those of a token on itself
-        if 0 < half < int(cut.sum()):
-            fault = "outputs depend on tokens that get no gradient"
-            advice = "Look for detach(), no_grad, .data or a copy through numpy."
-            exam.failed(id, Finding("gradient-cut", WRONG, fault, advice, witness))
-            return
-        text = f"some outputs depend on tokens that get no gradient, as after an argmax: {witness}"
-        exam.note(Finding("gradient-cut-in-part", NOTE, text))
+        exam.demand(not 0 < half < int(cut.sum()), "gradient-cut", witness=witness)
+        exam.note("gradient-cut-in-part", witness=witness)
     late = grads.triu(1) > 1e-6 * grads.max() if exam.is_causal else torch.zeros_like(zero)
-    if not late.any():
-        exam.passed(id)
-    elif exam.sees_later:
+    if late.any() and exam.sees_later:
         exam.record(id, FAILED, "see causality")
-    else:
+    elif late.any():
         i, j = late.nonzero()[0].tolist()
-        witness = f"the output of token {i} sends a gradient to token {j}; {int(late.sum())} such pairs"
-        fault = "gradients reach later tokens, whose values change nothing"
-        exam.failed(id, Finding("gradient-leaks", WRONG, fault, "Mask before the softmax, not after.", witness))
+        exam.failed(id, "gradient-leaks", i=i, j=j, count=int(late.sum()))
 
 
-def _token_gradients(exam: Examination) -> Tensor | str:
-    """(L, L): the gradient of the output of token i for the input of token j, or the reason why there is none."""
+def _token_gradients(exam: Examination) -> Tensor:
+    """(L, L): the gradient of the output of token i for the input of token j."""
     called, name = exam.called, exam.called.stream.name
     inputs = {key: value[:1].clone() for key, value in exam.inputs.items()}
     leaves: list[Tensor] = []
@@ -207,10 +171,8 @@ def _token_gradients(exam: Examination) -> Tensor | str:
         for module in (module for module in called.model.modules() if isinstance(module, nn.Embedding) and not leaves):
             hooks.enter_context(module.register_forward_hook(leaf))
         out = called.answer(inputs)[0]
-    if len(leaves) != 1:
-        return "the table of the tokens was not found"
-    if not out.requires_grad:
-        return "the output has no gradient"
+    need(len(leaves) == 1, "the table of the tokens was not found")
+    need(out.requires_grad, "the output has no gradient")
     weights = torch.randn(out.shape[1:], generator=called.generator).to(out)
     slope = partial(torch.autograd.grad, retain_graph=True, allow_unused=True, materialize_grads=True)
     with torch.enable_grad():
@@ -220,17 +182,10 @@ def _token_gradients(exam: Examination) -> Tensor | str:
 
 def reach(exam: Examination) -> None:
     """A token sees other tokens, and their order matters."""
-    if exam.called.why_without_positions:
-        exam.skip("reach", exam.called.why_without_positions)
-        return
+    need(not exam.called.why_without_positions, exam.called.why_without_positions)
     seen = exam.look()
-    if len(seen) > 1 and not (seen & ~torch.eye(len(seen), dtype=torch.bool)).any():
-        advice = "If the model has attention, it has no effect: look at its output projection, its mask and its kernel."
-        exam.failed("reach", Finding("sees-no-other", FRAGILE, "no token sees any other token", advice))
-        return
-    if exam.allowed > SHARE * exam.typical:
-        exam.skip("reach", "rounding moves the output about as much as a token")
-        return
+    exam.demand(len(seen) == 1 or (seen & ~torch.eye(len(seen), dtype=torch.bool)).any(), "sees-no-other")
+    need(exam.allowed <= SHARE * exam.typical, "rounding moves the output about as much as a token")
     if "position_ids" in exam.called.names:
         exam.attempt("reach/positions", partial(_positions, exam))
     elif "relative" in exam.expect:
@@ -241,8 +196,7 @@ def reach(exam: Examination) -> None:
         order = [0, 3, 2, 1, *range(4, exam.inputs[name].shape[1])]
         swapped = {**exam.inputs, name: exam.inputs[name][:, order]}
         if exam.gap(exam.called.answer(swapped)[:, -1], exam.base[:, -1]).is_rounding:
-            text = "swapping two earlier tokens does not change the output of the last token"
-            exam.note(Finding("no-order", NOTE, text, "Are there positions?"))
+            exam.note("no-order")
     exam.passed("reach")
 
 
@@ -252,19 +206,10 @@ def _positions(exam: Examination, id: str) -> None:
     places = torch.arange(L, device=called.device).expand(B, L)
     mixed = places[:, torch.randperm(L, generator=called.generator)]
     base, shifted, moved = (called.answer(exam.inputs, position_ids=ids) for ids in (places, places + 3, mixed))
-    if exam.gap(moved, base).is_rounding:
-        text = "position_ids are ignored: packed documents and padded rows keep their places in the row"
-        exam.note(Finding("position-ids-ignored", FRAGILE, text))
-        return
+    exam.demand(not exam.gap(moved, base).is_rounding, "position-ids-ignored")
     gap = exam.gap(shifted, base)
-    if "relative" in exam.expect and not gap.is_rounding:
-        witness = "adding 3 to all position_ids moves the output by {gap.size:.2g} (a visible token: {exam.typical:.2g})"
-        advice = "Rotate queries and keys with the same angles and pairs of features, or add a bias of the distance alone."
-        fault = "positions are not relative, as declared"
-        exam.judge(id, gap, Finding("positions-not-relative", WRONG, fault, advice, witness))
-        return
+    exam.demand(gap.is_rounding or "relative" not in exam.expect, "positions-not-relative", gap)
     exam.describe(f"positions are {'relative' if gap.is_rounding else 'absolute'}{_count_of_padding(exam, places)}")
-    exam.passed(id)
 
 
 def _count_of_padding(exam: Examination, places: Tensor) -> str:

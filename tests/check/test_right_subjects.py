@@ -175,6 +175,21 @@ def test_one_number_for_each_token_has_positions():
     assert report.taken_as.startswith("causal") and report.with_status(Status.PASSED)
 
 
+LAYERS = {
+    "GRU": lambda: nn.GRU(16, 16, batch_first=True),
+    "LSTM": lambda: nn.LSTM(64, 64, batch_first=True),
+    "Conv1d": lambda: nn.Conv1d(64, 64, 5, padding=2),
+    "MultiheadAttention": lambda: nn.MultiheadAttention(256, 4, batch_first=True),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_rounding_in_a_layer_alone_is_no_difference(name):
+    torch.manual_seed(0)
+    report = check_model(LAYERS[name](), only=["rows", "padding", "gradient", "bfloat16"])
+    assert report.mend_first is None and report.with_status(Status.PASSED), str(report)
+
+
 # layers and functions
 
 
@@ -194,7 +209,9 @@ class Layer(nn.Module):
             q, k = self.norm(q), self.norm(k)
         if self.extra == "positions":
             q, k = (t * torch.arange(1, t.shape[2] + 1, device=t.device)[:, None] for t in (q, k))
-        scores = q @ k.mT * 8**-0.5
+        if "cosine" in self.extra:
+            q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+        scores = q @ k.mT * (1 if self.extra == "cosine" else 8**-0.5)
         if self.extra == "bias":
             scores = scores - (torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])).abs()
         weights = scores.relu() + 0.1 if self.extra == "no softmax" else scores.softmax(-1)
@@ -202,7 +219,7 @@ class Layer(nn.Module):
         return self.proj(out.transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("extra", ["norm", "positions", "bias", "no softmax"])
+@pytest.mark.parametrize("extra", ["norm", "positions", "bias", "no softmax", "cosine", "cosine with a scale"])
 def test_a_layer_that_is_more_than_the_definition_is_described(extra):
     report = check_attention(Layer(extra))
     assert severities(report) == {"more-than-the-definition": "note"} and report.exit_code == 0, str(report)
