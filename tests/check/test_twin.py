@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -189,8 +190,8 @@ def test_a_change_ends_with_its_call():
     before = [p.clone() for p in changed.parameters()]
     with torch.no_grad():
         plain = Trace(changed, lambda: changed(ids), ids).output
-        for values in ({"weight": changed.norm.weight + 1}, {"eps": 1.0}):
-            other = Change("", "", {changed.norm: lambda module, args, out, values=values: with_values(module, args, **values)})
+        for values in ({"weight": lambda weight: weight + 1}, {"eps": lambda eps: 1.0}):
+            other = Change("", "", {changed.norm: partial(with_values, **values)})
             assert not torch.equal(Trace(changed, lambda: changed(ids), ids, [other]).output, plain)
             assert torch.equal(changed(ids), plain)
     assert all(torch.equal(p, q) for p, q in zip(before, changed.parameters(), strict=True))
