@@ -25,7 +25,7 @@ LENGTHS = (23, 29, 19, 17, 13, 11, 7, 5, 53, 101, 211)
 MOST = 8
 """The largest number of mistakes that are named."""
 
-UNFIT = (RuntimeError, ValueError, IndexError, TypeError, AttributeError)
+UNFIT = (RuntimeError, ValueError, LookupError, TypeError, AttributeError)
 """Errors of a change that does not fit the model."""
 
 MASKS = {
