@@ -213,18 +213,21 @@ def _scales(what: str, place: str, ours: Site, theirs: Site) -> Iterator[Change]
 
 def _fit(x: Tensor, y: Tensor) -> tuple[float, float] | None:
     """Return (c, t) with y = t · tanh(c · x / t), or None."""
-    size = y.abs()
-    few = torch.stack(((size - size.max() / 2).abs().argmin(), size.argmax()))  # half of the largest, and the largest
+    x, y = x.double(), y.double()
+    is_large = y.abs() > y.abs().max() / 2
 
-    def factors(cap: float) -> Tensor:
-        return (y[few] if cap == torch.inf else cap * torch.atanh(y[few] / cap)) / x[few]
+    def factors(cap: float) -> list[float]:
+        ratio = (y if cap == torch.inf else cap * torch.atanh(y / cap)) / x
+        return [float(part.nanmedian()) for part in (ratio[is_large], ratio[~is_large])]
 
-    low, cap = float(size.max()), 1e6 * float(size.max())
-    for _ in range(100):  # too small a cap makes the second factor too large
+    if _is_close(x * factors(torch.inf)[1], y):
+        return factors(torch.inf)[1], torch.inf
+    low, cap = float(y.abs().max()), 1e6 * float(y.abs().max())
+    for _ in range(60):  # too small a cap makes the factor of large scores too large
         middle = (low * cap) ** 0.5
-        low, cap = (middle, cap) if factors(middle)[1] > factors(middle)[0] else (low, middle)
-    fits = [(float(factors(t)[0]), t) for t in (torch.inf, cap)]
-    return next((fit for fit in fits if _is_close(_capped(x, *fit), y)), None)
+        large, small = factors(middle)
+        low, cap = (middle, cap) if large > small else (low, middle)
+    return (small, cap) if _is_close(_capped(x, small, cap), y) else None
 
 
 def _capped(x: Tensor, factor: float, cap: float) -> Tensor:
