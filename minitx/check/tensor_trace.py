@@ -165,10 +165,10 @@ class Trace(_Dispatch, TorchDispatchMode):
     def _product(self, func: Any, left: Tensor, right: Tensor) -> Tensor:
         if left.shape[-2] == right.shape[-1] == self.L != left.shape[-1]:
             self.sites.append(Site(number=len(self.sites), start=len(self.steps)))
-            out = self._attend("raw", func(self._attend("query", left), self._attend("key", right.mT).mT))
+            out = func(self._attend("query", left), self._attend("key", right.mT).mT)
             sizes = [tensor.square().mean().sqrt() for tensor in (left, right)]
             self._record(self._stack[-1][0], "raw", "", out / sizes[0] / sizes[1])  # without scales before the product
-            return out
+            return self._attend("raw", out)
         if left.shape[-1] == right.shape[-2] == self.L and self.sites and not hasattr(self.sites[-1], "value"):
             return self._attend("merged", func(left, self._attend("value", right)))
         return func(left, right)
