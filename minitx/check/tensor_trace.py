@@ -165,9 +165,10 @@ class Trace(_Dispatch, TorchDispatchMode):
     def _product(self, func: Any, left: Tensor, right: Tensor) -> Tensor:
         if left.shape[-2] == right.shape[-1] == self.L != left.shape[-1]:
             self.sites.append(Site(number=len(self.sites), start=len(self.steps)))
-            out = func(self._attend("query", left), self._attend("key", right.mT).mT)
-            sizes = [tensor.square().mean().sqrt() for tensor in (left, right)]
-            self._record(self._stack[-1][0], "raw", "", out / sizes[0] / sizes[1])  # without scales before the product
+            query, key = self._attend("query", left), self._attend("key", right.mT)
+            out, sizes = func(query, key.mT), [tensor.square().mean().sqrt() for tensor in (left, right)]
+            scaled = query / sizes[0], key / sizes[1], out / sizes[0] / sizes[1]
+            self._record(self._stack[-1][0], "raw", "", scaled)  # without scales before the product
             return self._attend("raw", out)
         if left.shape[-1] == right.shape[-2] == self.L and self.sites and not hasattr(self.sites[-1], "value"):
             return self._attend("merged", func(left, self._attend("value", right)))
