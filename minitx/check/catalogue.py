@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from itertools import permutations, product
 from typing import Any
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitx.check.tensor_trace import LOW, Change, Function, Site, Step, Trace, matched, pattern
+from minitx.check.witness import tensors_of
 
 CLOSE = 1e-6
 """The largest relative error of a measured relation."""
@@ -27,103 +27,117 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "squared relu": lambda x: F.relu(x).square(),
 }
-SUMS = {"add", "__add__", "__iadd__", "add_", "__radd__"}
 
 
 class Pair:
     """A call of the port and a call of the reference.
 
     Attributes:
-        is_matched: for each step of the port, whether the reference has it. is_shared: the reverse.
-        leaves: the steps in and out of the modules of the reference without children, by path.
-        suspects: the paths of those whose input the port has, but not their output, the first of all layers.
-        near: numbers of steps of the port and of the reference around the place where they differ.
+        is_matched: for each step of the port, whether the reference has it.
+        near: the steps of the port around the place where they differ.
+        tables: the paths of embeddings, by key.
+        fresh: the outputs of the reference that the port lacks, and those of tables, the first of all layers, by key.
+        leaves: the outputs of the modules of the reference without children, by path.
+        suspects: those that the port lacks although it has the input, the first of all layers, by key.
     """
 
     def __init__(self, port: Trace, reference: Trace, model: nn.Module) -> None:
         self.port, self.reference = port, reference
         self.modules: dict[str, Any] = dict(model.named_modules())
-        self.is_matched, self.is_shared = matched(port.steps, reference.steps), matched(reference.steps, port.steps)
-        self.leaves: dict[str, tuple[Step, Step]] = {}
-        self.suspects: dict[str, str] = {}
-        inner: dict[str, tuple[Step, bool]] = {}
-        for step, is_shared in zip(reference.steps, self.is_shared.tolist(), strict=True):
-            if step.kind == "in":
-                inner[step.key] = step, is_shared
-            elif step.kind == "out" and step.path in inner and not list(self.modules[step.path].children()):
-                self.leaves.setdefault(step.path, (inner[step.path][0], step))
-                if inner[step.path][1] and not is_shared:
-                    self.suspects.setdefault(pattern(step.path), step.path)
-        lasts = [max([0, *found.nonzero().flatten().tolist()]) for found in (self.is_matched, self.is_shared)]
-        self.near = [slice(max(0, last - 60), last + 60) for last in lasts]
+        self.tables = {pattern(path): path for path, module in self.modules.items() if isinstance(module, nn.Embedding)}
+        self.is_matched = matched(port.steps, reference.steps)
+        is_known = dict(zip(reference.steps, matched(reference.steps, port.steps).tolist(), strict=True))
+        last = max([0, *self.is_matched.nonzero().flatten().tolist()])
+        self.near = port.steps[max(0, last - 60) : last + 60]
+        steps = [step for step in reference.steps if step.kind != "in"]
+        leaves = [step for step in steps if step.inner and not list(self.modules[step.path].children())]
+        self.fresh = _firsts("key", [s for s in steps if not is_known[s] or (s.key in self.tables and s.kind == "out")])
+        self.leaves = _firsts("path", leaves)
+        self.suspects = _firsts("key", [step for step in leaves if is_known[step.inner[0]] and not is_known[step]])
         self.sites = list(zip(reference.sites, port.sites, strict=False))
 
     def alike(self, path: str) -> list[Any]:
         """Return the modules at the same place of all layers."""
         return [module for name, module in self.modules.items() if pattern(name) == pattern(path)]
 
+    def places(self, step: Step) -> list[Any]:
+        """Return the place of a step in all layers: modules, or the key of a function."""
+        return self.alike(step.path) if step.kind == "out" else [step.key]
+
+    def shapes(self, path: str) -> dict[str, torch.Size]:
+        """Return the shapes of the parameters of a module."""
+        return {name: parameter.shape for name, parameter in self.modules[path].named_parameters()}
+
+    def is_norm(self, path: str) -> bool:
+        """Return whether a module keeps the shape, with parameters of one shape (F,)."""
+        step, shapes = self.leaves.get(path), set(self.shapes(path).values())
+        return step is not None and step.inner[0].value.shape == step.value.shape and [*map(len, shapes)] == [1]
+
+    def scopes(self, path: str) -> list[list[Any]]:
+        """Return modules with the same mistake: of the same kind, of these those in layers, those at the same place."""
+        kind = type(self.modules[path]), self.shapes(path)
+        kin = {name: module for name, module in self.modules.items() if (type(module), self.shapes(name)) == kind}
+        layers = [module for name, module in kin.items() if "*" in pattern(name)]
+        return [scope for scope in ([*kin.values()], layers, self.alike(path)) if scope]
+
+
+def _firsts(name: str, steps: list[Step]) -> dict[str, Step]:
+    """Return the first step with each value of an attribute."""
+    return {getattr(step, name): step for step in steps} | {getattr(step, name): step for step in reversed(steps)}
+
 
 # --- attention
 
 
-@dataclass(frozen=True)
-class Rotation:
-    """A rotation of queries or keys (B, H, L, D).
+Rotation = tuple[Tensor, Tensor]
 
-    Attributes:
-        order: the dimensions that are rotated: the first with the second, the third with the fourth, and so on.
-        table: complex (L, len(order)/2), the factors.
+
+def _described(order: Tensor, table: Tensor) -> str:
+    """Describe a rotation: which dimensions are pairs, and the angles."""
+    f = torch.angle(table[2] * table[1].conj())
+    if f.abs().max() < CLOSE:
+        return "no rotation"
+    base = float((f[1] / f[0]).abs()) ** -len(f) if len(f) > 1 else 1.0
+    is_plain = torch.allclose(f, f[0] * base ** (-torch.arange(len(f)).to(f) / len(f)), rtol=1e-3)
+    words = f"theta {_number(base)}" if is_plain else f"frequencies {', '.join(map(_number, f[:4].tolist()))}"
+    words += f", angles times {_number(float(f[0]))}" if is_plain and abs(f[0] - 1) > 1e-5 else ""
+    start = float(torch.angle(table[1])[0] / f[0]) - 1
+    words += f", positions from {_number(start)}" if abs(start) > 1e-5 else ""
+    pairs = "pairs (2i, 2i + 1)" if order[1] == 1 else f"halves (i, i + {len(f)})"
+    return f"rotation of {pairs} in {2 * len(f)} dimensions, {words}"
+
+
+def _rotation(trace: Trace, site: Site, name: str) -> Rotation:
+    """Return the rotation of the queries or keys (B, H, L, D) of an attention. Without one, the angles are zero.
+
+    Returns:
+        The dimensions that are rotated: the first with the second, the third with the fourth, and so on. The factors, complex
+        (L, dimensions / 2).
     """
+    after = getattr(site, name)
+    after = after[:, _distinct(after)]
+    H, L, D = after.shape[1:]
+    places = torch.arange(D, device=after.device)
+    found = [(places, torch.ones(L, D // 2, dtype=torch.complex128, device=after.device))]
+    for step in [step for step in trace.steps[: site.start] if step.value.shape[-1] == H * D]:
+        before = step.value.unflatten(-1, (H, D)).transpose(1, 2)
+        ratio = after.norm(dim=-1) / before.norm(dim=-1)
+        before = before * ratio.mean()  # a scale of queries is one of scores
+        is_turned = _is_close(ratio, ratio.mean()) and not _is_close(before, after)
+        for part in [part for part in (1, 2, 4) if is_turned and D % (2 * part) == 0]:
+            orders = places[: D // part].view(2, -1).mT.flatten(), places[: D // part]
+            for one, two in product(orders, repeat=2):
+                table = torch.sgn((_complex(after, two) * _complex(before, one).conj()).sum((0, 1)))
+                if _is_close(_turned(before, one, two, table), after):
+                    found.append((one, table))
+    return min(found[1:] or found, key=lambda rotation: float(torch.angle(rotation[1][0]).abs().max()))  # not (-b, a)
 
-    order: Tensor
-    table: Tensor
 
-    def __str__(self) -> str:
-        f = torch.angle(self.table[2] * self.table[1].conj())
-        if f.abs().max() < CLOSE:
-            return "no rotation"
-        base = float((f[1] / f[0]).abs()) ** -len(f) if len(f) > 1 else 1.0
-        is_plain = torch.allclose(f, f[0] * base ** (-torch.arange(len(f)).to(f) / len(f)), rtol=1e-3)
-        words = f"theta {_number(base)}" if is_plain else f"frequencies {', '.join(map(_number, f[:4].tolist()))}"
-        words += f", angles times {_number(float(f[0]))}" if is_plain and abs(f[0] - 1) > 1e-5 else ""
-        start = float(torch.angle(self.table[1])[0] / f[0]) - 1
-        words += f", positions from {_number(start)}" if abs(start) > 1e-5 else ""
-        pairs = "pairs (2i, 2i + 1)" if self.order[1] == 1 else f"halves (i, i + {len(f)})"
-        return f"rotation of {pairs} in {2 * len(f)} dimensions, {words}"
-
-    def apply(self, x: Tensor, table: Tensor) -> Tensor:
-        """Multiply the pairs of dimensions of (B, H, L, D), as complex numbers, by other factors."""
-        y = x.clone()
-        y[..., self.order] = torch.view_as_real(_complex(x, self.order) * table).flatten(-2).to(x.dtype)
-        return y
-
-    @staticmethod
-    def between(before: Tensor, after: Tensor) -> Rotation | None:
-        """Return the rotation from one tensor to another, perhaps with the pairs in the other layout afterwards, or None."""
-        D = before.shape[-1]
-        for part in [part for part in (1, 2, 4) if D % (2 * part) == 0]:
-            places, rest = torch.arange(D // part, device=before.device), slice(D // part, D)
-            for one, two in product((places.view(2, -1).mT.flatten(), places), repeat=2):
-                z, w = _complex(before, one), _complex(after, two)
-                table = (w * z.conj()).sum((0, 1)) / z.abs().square().sum((0, 1))
-                if _is_close(z * table, w) and (part == 1 or _is_close(before[..., rest], after[..., rest])):
-                    return Rotation(one, table)
-        return None
-
-    @staticmethod
-    def of(trace: Trace, site: Site, after: Tensor) -> Rotation:
-        """Return the rotation of the queries or keys of an attention. Without one, the angles are zero."""
-        after = after[:, _distinct(after)]
-        H, L, D = after.shape[1:]
-        places = torch.arange(D, device=after.device)
-        found = [Rotation(places, torch.ones(L, D // 2, dtype=torch.complex128, device=after.device))]
-        for step in trace.steps[: site.start]:
-            if step.value.shape[-1] == H * D:
-                before = step.value.unflatten(-1, (H, D)).transpose(1, 2)
-                ratio = after.norm(dim=-1) / before.norm(dim=-1)
-                if _is_close(ratio, ratio.mean()) and not _is_close(before * ratio.mean(), after):
-                    found += filter(None, [Rotation.between(before, after)])
-        return min(found[1:] or found, key=lambda rotation: float(torch.angle(rotation.table[0]).abs().max()))  # not (-b, a)
+def _turned(x: Tensor, order: Tensor, new_order: Tensor, table: Tensor) -> Tensor:
+    """Multiply the pairs of dimensions of (B, H, L, D), as complex numbers, by factors."""
+    y = x.clone()
+    y[..., new_order] = torch.view_as_real(_complex(x, order) * table).flatten(-2).to(x.dtype)
+    return y
 
 
 def _complex(x: Tensor, order: Tensor) -> Tensor:
@@ -132,17 +146,15 @@ def _complex(x: Tensor, order: Tensor) -> Tensor:
 
 def rotary(pair: Pair) -> Iterator[Change]:
     """The rotation of the port."""
-    found: dict[tuple[str, int], list[Rotation]] = {}
-    for sites, name in product(pair.sites, ("query", "key")):
-        sides = zip((pair.reference, pair.port), sites, strict=True)
-        found[name, sites[0].number] = [Rotation.of(trace, site, getattr(site, name)) for trace, site in sides]
+    found: dict[tuple[str, int], tuple[Rotation, Rotation]] = {}
+    for (ours, theirs), name in product(pair.sites, ("query", "key")):
+        found[name, ours.number] = _rotation(pair.reference, ours, name), _rotation(pair.port, theirs, name)
 
     def turn(name: str, site: Site, args: tuple, x: Tensor) -> Tensor:
-        ours, theirs = found[name, site.number]
-        size = ours.table.abs().mean() / theirs.table.abs().mean()  # a scale of queries is one of scores
-        return theirs.apply(ours.apply(x, 1 / ours.table), theirs.table * size)
+        (order, table), (new_order, new_table) = found[name, site.number]
+        return _turned(_turned(x, order, order, 1 / table), new_order, new_order, new_table)
 
-    words = {name: [str(rotation) for rotation in both] for (name, number), both in found.items() if number == 0}
+    words = {name: [_described(*rotation) for rotation in found[name, 0]] for name in ("query", "key")}
     if differ := [name for name, (one, two) in words.items() if one != two]:
         text = "{1}; in the reference {0}".format(*words[differ[0]]) + f" ({differ[0]} only)" * (len(differ) == 1)
         yield Change("rotary", text, {name: partial(turn, name) for name in words})
@@ -150,8 +162,8 @@ def rotary(pair: Pair) -> Iterator[Change]:
 
 def visible(pair: Pair) -> Iterator[Change]:
     """The keys that the port sees."""
-    both = [(ours.number, theirs.visible, ours.visible) for ours, theirs in pair.sites]
-    seen = {number: (one, two) for number, one, two in both if not torch.equal(one, two)}
+    both = {ours.number: [(site.scores > LOW).flatten(0, -3).any(0) for site in (theirs, ours)] for ours, theirs in pair.sites}
+    seen = {number: sides for number, sides in both.items() if not torch.equal(*sides)}
 
     def scores(site: Site, args: tuple, x: Tensor) -> Tensor:
         if site.number not in seen:
@@ -160,7 +172,7 @@ def visible(pair: Pair) -> Iterator[Change]:
         return x.where(x > LOW, _capped(site.raw, *fit) if fit else site.whole).where(seen[site.number][0], -torch.inf)
 
     if seen:
-        words = [_reach(side) for side in next(iter(seen.values()))]
+        words = map(_reach, next(iter(seen.values())))
         where = f" (in attention {', '.join(map(str, seen))})" if len(seen) < len(pair.sites) else ""
         yield Change("visible", "a token sees {}; in the reference {}".format(*words) + where, {"scores": scores})
 
@@ -172,54 +184,54 @@ def _reach(seen: Tensor) -> str:
     return " and ".join(filter(None, [*words, "" if ahead < 1 else "all after it" if ahead == last else f"{ahead} after it"]))
 
 
-def scales(pair: Pair) -> Iterator[Change]:
-    """The scale and the soft-cap of the scores and of the logits."""
-    sides = [("logits", 1, pair.reference.raw, pair.reference.output, pair.port.output)]
-    for site, other in pair.sites[:1]:
-        sides.insert(0, ("scores", site.query.shape[-1], site.raw, site.scores, other.scores))
-    for what, width, raw, *both in sides:
-        if {side.shape for side in both} == {raw.shape}:
-            is_seen = (both[0] > LOW) & (both[1] > LOW)
-            ours, theirs = (_fit(raw[is_seen], side[is_seen]) for side in both)
-            if ours and theirs and (text := _scale_text(what, width, *ours, *theirs)):
-                change = lambda owner, args, x, fit=theirs: _capped(owner.raw, *fit).where(x > LOW, x)  # noqa: E731
-                scaled = {"raw": partial(_combined, [theirs[0] / ours[0]])}
-                yield Change(*text, scaled if text[0] == "scale" else {"scores" if what == "scores" else "": change})
+def scores(pair: Pair) -> Iterator[Change]:
+    """The scale and the soft-cap of the scores."""
+    return _scales("scores", "scores", *pair.sites[0])
+
+
+def logits(pair: Pair) -> Iterator[Change]:
+    """The scale and the soft-cap of the logits."""
+    return _scales("logits", "", pair.reference.head, pair.port.head)
+
+
+def _scales(what: str, place: str, ours: Site, theirs: Site) -> Iterator[Change]:
+    is_seen = (ours.scores > LOW) & (theirs.scores > LOW)
+    one, two = (_fit(ours.raw[is_seen], side.scores[is_seen]) for side in (ours, theirs))
+    if not (one and two):
+        return
+    change = {place: lambda site, args, x: _capped(site.raw, *two).where(x > LOW, x)}
+    words = ["no soft-cap" if cap == torch.inf else f"a soft-cap of {_number(cap)}" for _, cap in (two, one)]
+    if abs((factor := two[0] / one[0]) - 1) > CLOSE:
+        width = theirs.query.shape[-1] if place else 0
+        roots = {" (√d_k)": width**0.5, " (1/√d_k)": width**-0.5} if width else {}
+        root = next((name for name, root in roots.items() if abs(factor / root - 1) < 1e-5), "")
+        text = f"{what} are {_number(factor)}{root} times the reference's"
+        yield Change("scale", text, {"raw": partial(_combined, [factor])}) if place else Change("multiplier", text, change)
+    elif words[0] != words[1]:
+        yield Change("soft-cap", f"{what} have {words[0]}, in the reference {words[1]}", change)
 
 
 def _fit(x: Tensor, y: Tensor) -> tuple[float, float] | None:
     """Return (c, t) with y = t · tanh(c · x / t), or None."""
-    x, y = x.flatten().double(), y.flatten().double()
-    x, y = x[is_large := x.abs() > 1e-3 * x.abs().max()], y[is_large]
+    x, y = x.double(), y.double()
+    is_large = y.abs() > y.abs().max() / 2
 
-    def spread(cap: float) -> tuple[float, float]:
-        part = y.abs() < 0.9 * cap  # the others say little about c
-        ratio = (y if cap == torch.inf else cap * torch.atanh(y / cap))[part] / x[part]
-        return (float((ratio / ratio.median() - 1).abs().median()), float(ratio.median())) if len(ratio) > 3 else (9.0, 1.0)
+    def factors(cap: float) -> list[float]:
+        ratio = (y if cap == torch.inf else cap * torch.atanh(y / cap)) / x
+        return [float(part.nanmedian()) for part in (ratio[is_large], ratio[~is_large])]
 
-    if not len(x):
-        return None
-    best, step = torch.inf, 1.1
-    if not _is_close(x * spread(best)[1], y):
-        best = min([float(y.abs().max()) * 1.0001 * step**n for n in range(100)], key=lambda cap: spread(cap)[0])
-        for _ in range(60):
-            best = min((best / step, best, best * step), key=lambda cap: spread(cap)[0])
-            step = step**0.75
-    factor = spread(best)[1]
-    return (factor, best) if _is_close(_capped(x, factor, best), y) else None
+    if _is_close(x * factors(torch.inf)[1], y):
+        return factors(torch.inf)[1], torch.inf
+    low, cap = float(y.abs().max()), 1e6 * float(y.abs().max())
+    for _ in range(60):  # too small a cap makes the factor of large scores too large
+        middle = (low * cap) ** 0.5
+        large, small = factors(middle)
+        low, cap = (middle, cap) if large > small else (low, middle)
+    return (small, cap) if _is_close(_capped(x, small, cap), y) else None
 
 
 def _capped(x: Tensor, factor: float, cap: float) -> Tensor:
     return x * factor if cap == torch.inf else cap * torch.tanh(x * factor / cap)
-
-
-def _scale_text(what: str, width: int, c: float, cap: float, factor: float, other: float) -> tuple[str, str] | None:
-    if abs((factor := factor / c) - 1) > CLOSE:
-        names = {width**0.5: " (√d_k)", width**-0.5: " (1/√d_k)"}
-        name = next((name for value, name in names.items() if width > 1 and abs(factor / value - 1) < 1e-5), "")
-        return "scale" if what == "scores" else "multiplier", f"{what} are {_number(factor)}{name} times the reference's"
-    words = ["no soft-cap" if t == torch.inf else f"a soft-cap of {_number(t)}" for t in (other, cap)]
-    return ("soft-cap", f"{what} have {words[0]}, in the reference {words[1]}") if words[0] != words[1] else None
 
 
 def heads(pair: Pair) -> Iterator[Change]:
@@ -243,17 +255,17 @@ def _distinct(x: Tensor) -> list[int]:
     return [h for h in range(x.shape[1]) if not any(torch.equal(x[:, h], x[:, i]) for i in range(h))]
 
 
-# --- modules
+# --- modules and functions
 
 
 def features(pair: Pair) -> Iterator[Change]:
     """The order of the features of projections with the same input."""
     groups: dict[tuple[float, ...], list[str]] = {}
-    for path, (inner, _) in pair.leaves.items():
-        if max((p.dim() for p in pair.modules[path].parameters()), default=0) == 2 and inner.value.shape[-1] > 1:
-            groups.setdefault(tuple(inner.marks.flatten().tolist()), []).append(path)
+    for path, step in pair.leaves.items():
+        if max(map(len, pair.shapes(path).values()), default=0) == 2:
+            groups.setdefault(tuple(step.inner[0].marks.flatten().tolist()), []).append(path)
     for group in {tuple(map(pattern, group)): group for group in reversed(groups.values())}.values():
-        sizes = [pair.leaves[path][1].value.shape[-1] for path in group]
+        sizes = [pair.leaves[path].value.shape[-1] for path in group]
         fused = {module: modules for modules in zip(*map(pair.alike, group), strict=False) for module in modules}
         for id, text, order in _orders(pair, sum(sizes)):
             change = partial(_reordered, fused, sizes, order)
@@ -285,147 +297,126 @@ def _orders(pair: Pair, total: int) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def modules(pair: Pair) -> Iterator[Change]:
-    """Other numbers in a module, another module in its place, or none."""
-    tables = {pattern(path): path for path, module in pair.modules.items() if isinstance(module, nn.Embedding)}
-    for path in (pair.suspects | tables).values():
-        for scope, (id, text, function) in product(_scopes(pair, path), _variants(pair, path, list(tables.values()))):
+    """Other numbers in a module, the weights of another module, or no module."""
+    tables = list(pair.tables.values())
+    for path in dict.fromkeys([*(step.path for step in pair.suspects.values()), *tables]):
+        for scope, (id, text, function) in product(pair.scopes(path), _edits(pair, path)):
             yield Change(id, f"{path}: {text}", dict.fromkeys(scope, function))
-        layer, (_, shapes) = re.match(r"\D*\d+\.", path), _kind(pair.modules[path])
-        for other in [other for other in pair.leaves if layer and shapes and other.startswith(layer[0]) and other != path]:
-            if shapes == _kind(pair.modules[other])[1]:
-                given = dict(zip(pair.alike(path), pair.alike(other), strict=False))
-                for text, sources in (("and {} are swapped", {b: a for a, b in given.items()} | given), ("is {}", given)):
-                    change = lambda module, args, out, sources=sources: sources[module].forward(*args)  # noqa: E731
-                    yield Change("swapped-weights", f"{path} {text.format(other)}", dict.fromkeys(sources, change))
+        layer = re.match(r"\D*\d+\.", path)
+        near = [other for other in pair.leaves if layer and other.startswith(layer[0])]
+        for other in [other for other in (*tables, *near) if other != path and pair.shapes(other) == pair.shapes(path) != {}]:
+            given = dict(zip(pair.alike(path), pair.alike(other), strict=False))
+            both = "swapped-weights", f"{path} and {other} are swapped", {b: a for a, b in given.items()} | given
+            one = "swapped-weights", f"{path} is {other}", given
+            tied = "tying", f"{path}: has the weights of {other}", given
+            for id, text, sources in [tied] if other in tables else [both, one]:
+                yield Change(id, text, dict.fromkeys(sources, partial(_with_weights, sources)))
 
 
-def _scopes(pair: Pair, path: str) -> list[list[Any]]:
-    """Modules with the same mistake: of the same kind, of these those in layers, those at the same place."""
-    if not _is_norm(pair, path):
-        return [pair.alike(path)]
-    kin = [m for m in pair.modules.values() if _kind(m) == _kind(pair.modules[path])]
-    layers = [m for name, m in pair.modules.items() if m in kin and "*" in pattern(name)]
-    return [scope for scope in (kin, layers, pair.alike(path)) if scope]
-
-
-def _is_norm(pair: Pair, path: str) -> bool:
-    steps, shapes = pair.leaves.get(path), {p.shape for p in pair.modules[path].parameters()}
-    return steps is not None and steps[0].value.shape == steps[1].value.shape and len(shapes) == 1 == len(next(iter(shapes)))
-
-
-def _kind(module: nn.Module) -> tuple[type, list[torch.Size]]:
-    return type(module), [p.shape for p in module.parameters()]
-
-
-def with_values(module: nn.Module, args: tuple, **values: Any) -> Tensor:
-    """Return the output of a module with other parameters or attributes, which it loses afterwards."""
+def with_values(module: nn.Module, args: tuple, out: Any = None, /, **values: Callable[[Any], Any]) -> Tensor:
+    """Return the output of a module with functions of its parameters or attributes in their place. It loses them afterwards."""
     with ExitStack() as stack:
         for name, value in values.items():
-            stack.callback(setattr, module, name, getattr(module, name))
-            setattr(module, name, nn.Parameter(value) if isinstance(value, Tensor) else value)
+            old = getattr(module, name)
+            stack.callback(setattr, module, name, old)
+            setattr(module, name, nn.Parameter(value(old)) if isinstance(old, Tensor) else value(old))
         return module.forward(*args)
 
 
-def _variants(pair: Pair, path: str, tables: list[str]) -> Iterator[tuple[str, str, Function]]:
+def _with_weights(sources: dict[nn.Module, nn.Module], module: nn.Module, args: tuple, out: Tensor) -> Tensor:
+    return with_values(module, args, **{name: lambda _, p=p: p for name, p in sources[module].named_parameters()})
+
+
+def _with_input(change: Function, module: nn.Module, args: tuple, out: Tensor) -> Tensor:
+    return module.forward(change(args[0]), *args[1:])
+
+
+def _edits(pair: Pair, path: str) -> Iterator[tuple[str, str, Function]]:
     """Other outputs of a module."""
-    module, parameters = pair.modules[path], dict(pair.modules[path].named_parameters(recurse=False))
-    if path in tables:
-        for n in (1, 2, -1, -2) if len(tables) > 1 else ():
-            shift = lambda m, args, out, n=n: m.forward((args[0] + n).clamp(0, m.num_embeddings - 1))  # noqa: E731
-            yield "position-offset", f"the rows are read {n:+d} further", shift
+    module, rows = pair.modules[path], getattr(pair.modules[path], "num_embeddings", 0)
+    for n in (1, 2, -1, -2) if rows and len(pair.tables) > 1 else ():
+        shift = partial(_with_input, lambda x, n=n: (x + n).clamp(0, rows - 1))
+        yield "position-offset", f"the rows are read {n:+d} further", shift
+    yield "bias-missing", "the bias is not added", partial(with_values, bias=torch.zeros_like)
+    if not pair.is_norm(path):
         return
-    for name in tables:
-        if (table := pair.modules[name].weight).shape == getattr(parameters.get("weight"), "shape", None):
-            yield "tying", f"has the weights of {name}", lambda m, args, out, table=table: with_values(m, args, weight=table)
-    if parameters.get("bias") is not None:
-        zero = torch.zeros_like(parameters["bias"])
-        yield "bias-missing", "the bias is not added", lambda m, args, out: with_values(m, args, bias=zero)
-    if _is_norm(pair, path):
-        yield "norm-missing", "missing", lambda m, args, out: args[0]
-        yield from _norms(pair, module, next(iter(parameters)))
-
-
-def _norms(pair: Pair, module: Any, weight: str) -> Iterator[tuple[str, str, Function]]:
-    for n, text in ((1, "1 + weight, in the reference by weight"), (-1, "weight, in the reference by 1 + weight")):
-        change = lambda m, args, out, n=n: with_values(m, args, **{weight: getattr(m, weight) + n})  # noqa: E731
-        yield "norm-weight", f"the norm multiplies by {text}", change
-    centred = lambda m, args, out: m.forward(args[0] - args[0].mean(-1, keepdim=True), *args[1:])  # noqa: E731
+    yield "norm-missing", "missing", lambda module, args, out: args[0]
+    [(weight, (width,)), *_] = pair.shapes(path).items()
+    for n, words in ((1, ("1 + weight", "weight")), (-1, ("weight", "1 + weight"))):
+        text = "the norm multiplies by {}, in the reference by {}".format(*words)
+        yield "norm-weight", text, partial(with_values, **{weight: lambda old, n=n: old + n})
+    centred = partial(_with_input, lambda x: x - x.mean(-1, keepdim=True))
     yield "norm-kind", "the norm subtracts the mean, unlike in the reference", centred
     name, eps = next(((k, v) for k, v in vars(module).items() if isinstance(v, float) and 0 <= v < 0.01), ("", 0.0))
-    for other in [10.0**-n for n in range(2, 13) if name and 10.0**-n != eps]:
-        change = lambda m, args, out, other=other: with_values(m, args, **{name: other})  # noqa: E731
+    for other in [10.0**-n for n in range(2, 13) if 10.0**-n != eps]:
+        change = partial(with_values, **{name: lambda old, new=other: new})
         yield "norm-eps", f"eps is {other:.0e}, in the reference {eps:.0e}", change
     D = pair.reference.sites[0].query.shape[-1] if pair.reference.sites else 1
 
-    def over_others(m: Any, args: tuple, out: Tensor) -> Tensor:
+    def over_others(module: Any, args: tuple, out: Tensor) -> Tensor:
         square = args[0].square()
         heads = [axis for axis in range(1, square.dim() - 1) if square.shape[axis] != pair.reference.L]
         by_head = square.unflatten(-1, (-1, D)).mean(-1).repeat_interleave(D, -1)
         other = square.mean((*heads, -1), keepdim=True) if heads else by_head
         return out * ((square.mean(-1, keepdim=True) + eps) / (other + eps)).sqrt()
 
-    words = ["all heads", "each head"] if len(getattr(module, weight)) == D else ["each head", "all heads"]
+    words = ("all heads", "each head") if width == D else ("each head", "all heads")
     yield "norm-heads", "the norm is over {}, in the reference over {}".format(*words), over_others
 
 
 def norm_order(pair: Pair) -> Iterator[Change]:
     """Norms of queries and keys after their rotation."""
-    kinds = [_scopes(pair, path)[0] for path in pair.suspects.values() if _is_norm(pair, path)]
+    squares: dict[Any, Tensor] = {}
+
+    def left_out(norm: Any, args: tuple, out: Tensor) -> Tensor:
+        squares[norm] = args[0].square().mean()
+        return args[0]
+
+    def late(norms: list[Any], site: Site, args: tuple, x: Tensor) -> Tensor:
+        size = (x.square().mean() / squares[norms[site.number]]).sqrt()  # a scale of queries is one of scores
+        return norms[site.number].forward(x / size) * size
+
+    kinds = [pair.scopes(step.path)[0] for step in pair.suspects.values() if pair.is_norm(step.path)]
     for norms in [norms for norms in kinds if len(norms) == 2 * len(pair.sites)]:
-        late = {name: partial(_late, norms[n::2]) for n, name in enumerate(("query", "key"))}
-        text = "norms of queries and keys are after the rotation"
-        yield Change("norm-order", text, late | dict.fromkeys(norms, lambda m, args, out: args[0]))
-
-
-def _late(norms: list[Any], site: Site, args: tuple, x: Tensor) -> Tensor:
-    return norms[site.number].forward(x)
+        outputs = {"query": partial(late, norms[::2]), "key": partial(late, norms[1::2])} | dict.fromkeys(norms, left_out)
+        yield Change("norm-order", "norms of queries and keys are after the rotation", outputs)
 
 
 def activations(pair: Pair) -> Iterator[Change]:
     """Another activation."""
-    done: set[str] = set()
-    for step, is_shared in zip(pair.reference.steps, pair.is_shared.tolist(), strict=True):
-        x = pair.reference.flat(step.args[0]) if step.args and step.kind in ("out", "gelu", "silu", "relu") else None
-        names = [] if x is None else [name for name, f in ACTIVATIONS.items() if _is_close(f(x), step.value)]
-        if names and not is_shared and step.key not in done:
-            done.add(step.key)
-            places = pair.alike(step.path) if step.kind == "out" else [step.key]
-            for name in [name for name in ACTIVATIONS if name not in names]:
-                hook = lambda owner, args, out, f=ACTIVATIONS[name]: f(args[0])  # noqa: E731
-                text = f"the activation is {name}, in the reference {names[0]}"
-                yield Change("activation", text, dict.fromkeys(places, hook))
+    for step in pair.fresh.values():
+        inputs = [x for x in map(pair.reference.flat, tensors_of(step.args[:1])) if x is not None]
+        names = [name for x in inputs for name, f in ACTIVATIONS.items() if _is_close(f(x), step.value)]
+        for name in [name for name in ACTIVATIONS if names and name not in names]:
+            hook = lambda owner, args, out, f=ACTIVATIONS[name]: f(args[0])  # noqa: E731
+            text = f"the activation is {name}, in the reference {names[0]}"
+            yield Change("activation", text, dict.fromkeys(pair.places(step), hook))
 
 
 def multipliers(pair: Pair) -> Iterator[Change]:
     """A sum with other factors, or an output times a constant."""
-    done: set[str] = set()
-    for step, is_shared in list(zip(pair.reference.steps, pair.is_shared.tolist(), strict=True))[pair.near[1]]:
-        is_table = isinstance(pair.modules.get(step.key), nn.Embedding)
-        if step.key in done or step.kind == "in" or (is_shared and not is_table):
-            continue
-        done.add(step.key)
-        is_sum = step.kind in SUMS and all(isinstance(term, Tensor) for term in step.args[:2])
+    for step in pair.fresh.values():
+        is_sum, found = step.kind == "add" and all(isinstance(term, Tensor) for term in step.args[:2]), dict[str, list[float]]()
         terms = torch.broadcast_tensors(*step.args[:2]) if is_sum else [step.value]
-        flats = [flat.flatten() for term in terms if (flat := pair.reference.flat(term)) is not None]
-        columns, found = torch.stack(flats, 1), dict[str, list[float]]()
-        for other in [other.value for other in pair.port.steps[pair.near[0]] if other.value.shape == step.value.shape]:
+        columns = torch.stack([flat.flatten() for term in terms if (flat := pair.reference.flat(term)) is not None], 1)
+        for other in [other.value for other in pair.near if other.value.shape == step.value.shape]:
             factors = torch.linalg.lstsq(columns, other.reshape(-1, 1)).solution.flatten()
             factors = factors.where(factors.abs() > CLOSE * factors.abs().max(), 0.0)
             is_other = factors.norm() > 1e-3 and not _is_close(factors, torch.ones_like(factors))
             if is_other and _is_close(columns @ factors, other.flatten()):
                 a, b = [_number(factor) for factor in (*factors.tolist(), 0.0)[:2]]
                 found.setdefault(f"{a} x + {b} y" if is_sum else f"{a} times the reference's", factors.tolist())
+        word = "sum" if is_sum else "output" if step.kind == "out" else step.kind
         for text, factors in sorted(found.items(), key=lambda item: -min(map(abs, item[1]))):
-            word, places = ("output", pair.alike(step.path)) if step.kind == "out" else (step.kind, [step.key])
-            text = f"the {'sum' if is_sum else word} in {step.path or 'the model'} is {text}"
-            yield Change("multiplier", text, dict.fromkeys(places, partial(_combined, factors)))
+            text = f"the {word} in {step.path or 'the model'} is {text}"
+            yield Change("multiplier", text, dict.fromkeys(pair.places(step), partial(_combined, factors)))
 
 
 def _combined(factors: list[float], owner: Any, args: tuple, out: Tensor) -> Tensor:
     return sum((a * x for a, x in zip(factors, args if len(factors) > 1 else (out,), strict=False)), torch.zeros_like(out))
 
 
-MEASURED = (rotary, visible, scales, heads)
+MEASURED = (rotary, visible, scores, logits, heads)
 """Changes that seldom fit by accident."""
 
 CATALOGUE = (*MEASURED, multipliers, norm_order, modules, activations, features)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from torch import nn
@@ -21,21 +22,15 @@ def copied(module: Module) -> Module:
     >>> twin.weight is layer.weight, twin.last is layer.last
     (False, True)
     """
-    try:
+    with suppress(Exception):
         return copy.deepcopy(module)
-    except Exception:
-        shared = {id(part): part for part in (*module.modules(), *module.parameters(), *module.buffers())}
-        memo: dict[int, Any] = {}
-        for part in module.modules():
-            for name, value in vars(part).items():
-                if name not in _REGISTRIES and not _can_be_copied(value, shared):
-                    memo[id(value)] = value
-        return copy.deepcopy(module, memo)
+    shared = {id(part): part for part in (*module.modules(), *module.parameters(), *module.buffers())}
+    values = [value for part in module.modules() for name, value in vars(part).items() if name not in _REGISTRIES]
+    return copy.deepcopy(module, {id(value): value for value in values if not _can_be_copied(value, shared)})
 
 
 def _can_be_copied(value: Any, shared: dict[int, Any]) -> bool:
-    try:
+    with suppress(Exception):
         copy.deepcopy(value, dict(shared))
-    except Exception:
-        return False
-    return True
+        return True
+    return False

@@ -135,13 +135,8 @@ def _from_the_left(name: str) -> Step:
     return lambda L, S: getattr(torch.ones(L, S, dtype=torch.bool), function)(int(shift))
 
 
-def _exponentials(epsilon: float = 0.0) -> Step:
-    return lambda scores: scores.exp() / (scores.exp().sum(-1, keepdim=True) + epsilon)
-
-
-def _one_maximum(scores: Tensor) -> Tensor:
-    exponentials = (scores - scores.max()).exp()
-    return exponentials / exponentials.sum(-1, keepdim=True)
+def _exponentials(scores: Tensor, epsilon: float = 0.0) -> Tensor:
+    return scores.exp() / (scores.exp().sum(-1, keepdim=True) + epsilon)
 
 
 def _cosine(query: Tensor, key: Tensor) -> Tensor:
@@ -155,10 +150,6 @@ def _if_alike(dot: Step) -> Step:
 
 def _is_square(weights: Tensor) -> bool:
     return weights.shape[-1] == weights.shape[-2]
-
-
-def _transposed(heads: Tensor, *rest: Any) -> Tensor:
-    return heads.transpose(1, 2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,9 +242,9 @@ MUTANTS: tuple[Mutant, ...] = (
     _fault("no softmax", "Use softmax(dim=-1).", softmax=unchanged),
     _fault("log-softmax", "Use softmax instead of log_softmax.", softmax=lambda s: s.log_softmax(-1)),
     _fault("sigmoid", "Use softmax(dim=-1).", softmax=torch.sigmoid),
-    _fragile("exp without the maximum", _EXTREME, softmax=_exponentials()),
-    _fragile("eps in the denominator", "Low scores lose weight: use torch.softmax.", softmax=_exponentials(1e-6)),
-    _fragile("one maximum for all rows", _EXTREME, softmax=_one_maximum),
+    _fragile("exp without the maximum", _EXTREME, softmax=_exponentials),
+    _fragile("eps in the denominator", "Low scores lose weight: use torch.softmax.", softmax=partial(_exponentials, epsilon=1e-6)),
+    _fragile("one maximum for all rows", _EXTREME, softmax=lambda s: _exponentials(s - s.max())),
     _fault("scale after the softmax", "Scale the scores, not the weights.", scale=unchanged, after=lambda w, a, q: w * q.shape[-1] ** -0.5),
     _fault("scale before and after the softmax", "Scale once, before the softmax.", after=lambda w, a, q: w * q.shape[-1] ** -0.5),
     _fault("mask after the softmax", "Mask the scores: these weights do not add up to 1.", hide=unchanged, after=lambda w, a, q: w * a),
@@ -271,7 +262,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _fault("causal mask from the upper left hides the token itself", _ALIGNED, causal=_from_the_left("tril -1")),
     _fault("causal mask shows later tokens alone", "Queries see earlier keys: use tril, not triu.", causal=_from_the_left("triu 1")),
     _fault("causal mask from the upper left shows one later token", _ALIGNED, causal=_from_the_left("tril 1")),
-    _fault("heads not transposed", "Each token attends to its own heads: use view(B, L, H, D).transpose(1, 2).", split=_transposed, merge=_transposed),
+    _fault("heads not transposed", "Each token attends to its own heads: use view(B, L, H, D).transpose(1, 2).", split=lambda x: x.transpose(1, 2), merge=lambda o, q: o.transpose(1, 2)),
     _fault("weights unused", "Compute weights @ value.", mix=lambda w, q, k, v: v if _is_square(w) else w @ v),
     _fault("keys and values swapped", "Compute scores from the keys and the mean from the values.", roles=lambda q, k, v: (q, v, k)),
 )  # fmt: skip

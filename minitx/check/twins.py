@@ -6,12 +6,13 @@ import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from minitx.check.called_model import CalledModel, CannotBeCalledError, find_forms, limit_of, make_called
+from minitx.check.called_model import CalledModel, CannotBeCalledError, find_forms, keep_mask, limit_of, make_called
 from minitx.check.catalogue import CATALOGUE, MEASURED, Pair
 from minitx.check.properties import Gap, compare, rounding
 from minitx.check.results import Check, Finding, Report, Severity, Status
@@ -24,15 +25,15 @@ LENGTHS = (23, 29, 19, 17, 13, 11, 7, 5, 53, 101, 211)
 MOST = 8
 """The largest number of mistakes that are named."""
 
-UNFIT = (RuntimeError, ValueError, IndexError, TypeError, AttributeError)
+UNFIT = (RuntimeError, ValueError, LookupError, TypeError, AttributeError)
 """Errors of a change that does not fit the model."""
 
-MASKS = (
-    ("mask-polarity", "has the other polarity"),
-    ("mask-ignored", "is ignored"),
-    ("mask-positions", "moves positions, unlike in the reference"),
-    ("mask-differs", "hides other keys"),
-)
+MASKS = {
+    "mask-polarity": "has the other polarity",
+    "mask-ignored": "is ignored",
+    "mask-positions": "moves positions, unlike in the reference",
+    "mask-differs": "hides other keys",
+}
 """Findings with hidden tokens, tried in this order."""
 
 
@@ -124,13 +125,13 @@ def _load(port: CalledModel, ours: CalledModel, models: Sequence[nn.Module], wei
             parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter) * 0.1)
     own, new = port.model.state_dict(), dict(ours.model.state_dict())
     new = new if weights is None else dict(weights(new))
-    buffers, places = {name for name, _ in port.model.named_buffers()}, {own[name].data_ptr() for name in new if name in own}
-    needed = {n: p for n, p in own.items() if n in new or not (n in buffers or p.data_ptr() in places)}
+    known = {own[name].data_ptr() for name in new if name in own} | {buffer.data_ptr() for buffer in port.model.buffers()}
+    needed = {name: p for name, p in own.items() if name in new or p.data_ptr() not in known}
     if needed.keys() != new.keys():
         raise ValueError(f"the weights do not fit {type(models[0]).__name__}; {_names(needed, new)}")
-    if wrong := [name for name in new if new[name].shape != own[name].shape]:
-        shapes = tuple(own[wrong[0]].shape), tuple(new[wrong[0]].shape)
-        raise ValueError(f"{wrong[0]} must have shape {shapes[0]}, got {shapes[1]}")
+    for name, tensor in new.items():
+        if tensor.shape != own[name].shape:
+            raise ValueError(f"{name} must have shape {tuple(own[name].shape)}, got {tuple(tensor.shape)}")
     port.model.load_state_dict(new, strict=False)
 
 
@@ -154,35 +155,38 @@ def _tokens(port: CalledModel, ours: CalledModel, ids: Tensor | None) -> Tensor:
     return usable[torch.randint(len(usable), (2, length), generator=port.generator)].to(port.device)
 
 
+def _answer(called: CalledModel, tokens: Tensor, keep: Tensor | None = None, **options: Any) -> Tensor:
+    name = called.stream.name
+    return called.answer({name: tokens}, None if keep is None else {name: keep}, **options)
+
+
 class _Comparison:
     """The port's call, and calls of the reference with changes."""
 
     def __init__(self, port: CalledModel, ours: CalledModel, tokens: Tensor, repeat: str) -> None:
         self.port, self.ours, self.tokens, self.repeat = port, ours, tokens, repeat
         self.checks, self.findings, self.changes = list[Check](), list[Finding](), list[Change]()
-        self.target = Trace(port.model, lambda: port.answer({port.stream.name: tokens}), tokens)
+        self.target = Trace(port.model, partial(_answer, port, tokens), tokens)
         self.noise = rounding(ours.answer, ours.model, {ours.stream.name: tokens})
 
     def trace(self, changes: Sequence[Change], keep: Tensor | None = None, **options: Any) -> Trace:
-        name, ours = self.ours.stream.name, self.ours
-        mask = None if keep is None else {name: keep}
-        return Trace(ours.model, lambda: ours.answer({name: self.tokens}, mask, **options), self.tokens, changes)
+        call = partial(_answer, self.ours, self.tokens, keep, **options)
+        return Trace(self.ours.model, call, self.tokens, changes)
 
     def gap(self, trace: Trace) -> Gap:
         return compare(self.target.output, trace.output, self.noise)
 
     def explain(self) -> None:
         """Name changes until the outputs are equal."""
-        current = self.trace(())
+        current, L = self.trace(()), self.tokens.shape[1]
         if current.output.shape != self.target.output.shape:
             shapes = tuple(self.target.output.shape), tuple(current.output.shape)
             raise ValueError(f"the outputs must have the same shape, got {shapes[0]} and {shapes[1]}")
         if not (current.steps and self.target.steps):
             raise ValueError("an output is the same for all tokens: there is nothing to compare")
         self.check("outputs", self.gap(current))
-        window = getattr(self.ours.config, "sliding_window", None) or 0
-        if window + 1 >= self.tokens.shape[1]:
-            reason = f"the rows have {self.tokens.shape[1]} tokens, the window {window}: give longer ids"
+        if (window := getattr(self.ours.config, "sliding_window", None) or 0) + 1 >= L:
+            reason = f"the rows have {L} tokens, the window {window}: give longer ids"
             self.checks.append(Check("window", Status.NOT_TRIED, reason))
         named: dict[tuple[str, str], str] = {}
         while not self.gap(current).is_rounding and len(named) < MOST and (best := self.best(current)) is not None:
@@ -191,12 +195,12 @@ class _Comparison:
             self.changes.append(change)
             current = after
         is_whole = self.gap(current).is_rounding
+        end = "this change" if len(named) == 1 else f"all {len(named)} changes"
+        advice = f"The reference with {end} equals the port to rounding." if is_whole else "Other differences remain."
         for (id, text), witness in named.items():
-            end = "this change" if len(named) == 1 else f"all {len(named)} changes"
-            advice = f"The reference with {end} equals the port to rounding." if is_whole else "Other differences remain."
             self.find(id, text, witness, advice)
         if not is_whole:
-            text = "no change in the catalogue reproduces the " + ("remaining difference" if named else "difference")
+            text = f"no change in the catalogue reproduces the {'remaining ' * bool(named)}difference"
             self.find("not-named", text, self.witness(current, None))
 
     def best(self, current: Trace) -> tuple[Change, Trace] | None:
@@ -221,7 +225,8 @@ class _Comparison:
 
     def witness(self, before: Trace, after: Trace | None) -> str:
         """Return the first module that differs, the size, and the first token."""
-        was, steps = matched(self.target.steps, before.steps).tolist(), self.target.steps
+        steps = self.target.steps
+        was = matched(steps, before.steps).tolist()
         if after is None:  # the first without an equal, after the last with one
             fresh = steps[max([-1, *(number for number, is_equal in enumerate(was) if is_equal)]) + 1 :]
         else:
@@ -229,9 +234,8 @@ class _Comparison:
             fresh = [step for step, old, new in zip(steps, was, now, strict=True) if new and not old]
         step = next((step for step in fresh if step.kind in ("in", "out")), (fresh or steps[-1:])[0])
         name = type(self.port.model.get_submodule(step.path)).__name__
-        text = f"first module: {step.path} ({name})" if step.path else f"first module: {name}"
-        text += f", before {step.key}" if step.kind == "in" else ""
-        return f"{text}; {self.size(self.gap(before), self.target.output - before.output)}"
+        place = (f"{step.path} ({name})" if step.path else name) + (f", before {step.key}" if step.kind == "in" else "")
+        return f"first module: {place}; {self.size(self.gap(before), self.target.output - before.output)}"
 
     def size(self, gap: Gap, difference: Tensor) -> str:
         """Return the largest difference, and the first token with one."""
@@ -251,28 +255,23 @@ class _Comparison:
         if any(found.id in ("not-named", "visible") for found in self.findings):
             return
         port, ours, tokens = self.port, self.ours, self.tokens
-        find_forms(port, {port.stream.name: tokens})
-        find_forms(ours, {ours.stream.name: tokens})
+        for called in (port, ours):
+            find_forms(called, {called.stream.name: tokens})
         if reasons := [called.stream.why_unmasked for called in (port, ours) if called.stream.form is None]:
             self.checks.append(Check("mask", Status.NOT_TRIED, reasons[0]))
             return
         for hidden in (slice(1, 3), slice(0, 2)):  # inside, and on the left
-            keep = torch.ones(tokens.shape, dtype=torch.bool, device=tokens.device)
-            keep[-1, hidden] = False
-            given, inverted, plain = (
-                port.answer({port.stream.name: tokens}, None if mask is None else {port.stream.name: mask})
-                for mask in (keep, ~keep, None)
-            )
+            keep = keep_mask(tokens, hidden).to(tokens.device)
             places = {"position_ids": (keep.cumsum(-1) - 1).clamp(min=0)} if "position_ids" in ours.names else {}
+            given, inverted, plain = (_answer(port, tokens, mask) for mask in (keep, ~keep, None))
             expected, moved = (self.trace(self.changes, keep, **options).output for options in ({}, places))
             sides = (given, expected), (inverted, expected), (given, plain), (given, moved)
             gaps = [compare(*side, self.noise, keep) for side in sides]
             if gaps[0].is_rounding:
                 break
-        number = next((number for number, gap in enumerate(gaps) if gap.is_rounding), len(gaps))
-        id, text = ("", "") if number == 0 else MASKS[number - 1]
+        id = next((id for id, gap in zip(("", *MASKS), gaps, strict=False) if gap.is_rounding), "mask-differs")
         self.check("mask", gaps[3 if id == "mask-positions" else 0])
         if id:
             severity = Severity.NOTE if id == "mask-positions" else Severity.WRONG
             witness = self.size(gaps[0], (given - expected) * keep.unsqueeze(-1))
-            self.find(id, f"{port.stream.mask} {text}", witness, severity=severity)
+            self.find(id, f"{port.stream.mask} {MASKS[id]}", witness, severity=severity)

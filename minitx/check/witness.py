@@ -45,20 +45,23 @@ def _calls(model: nn.Module, call: Callable[[], Any]) -> list[ModuleCall]:
         for name, module in model.named_modules():
 
             def end(module: nn.Module, args: Any, kwargs: Any, result: Any, name: str = name) -> None:
-                calls.append((name, list(_float_tensors((args, kwargs))), list(_float_tensors(result))))
+                calls.append((name, _float_tensors((args, kwargs)), _float_tensors(result)))
 
             hooks.enter_context(module.register_forward_hook(end, with_kwargs=True))
         call()
     return calls
 
 
-def _float_tensors(value: Any) -> Iterator[Tensor]:
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested results."""
     if isinstance(value, Tensor):
-        if value.is_floating_point() and value.dim() >= 2:
-            yield value.detach().clone()
-    else:
-        for part in parts_of(value):
-            yield from _float_tensors(part)
+        yield value
+    for part in parts_of(value):
+        yield from tensors_of(part)
+
+
+def _float_tensors(value: Any) -> list[Tensor]:
+    return [x.detach().clone() for x in tensors_of(value) if x.is_floating_point() and x.dim() >= 2]
 
 
 def _moves(before: list[Tensor], after: list[Tensor], stills: Sequence[Tensor]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,29 @@ def test_a_wider_window_is_named_if_scores_have_a_bias():
     assert [finding.id for finding in report.findings] == ["visible"], report
 
 
+def test_a_sum_in_place_is_a_sum():
+    sums = [("x = x + self.attn", f"x = x.clone()\n        x += {factor} * self.attn") for factor in (1.0, 0.5)]
+    report = twin(model(sums[1]), model(sums[0]))
+    assert [finding.fault for finding in report.findings] == ["the sum in blocks.0 is 1 x + 0.5 y"], report
+
+
+def test_a_change_that_does_not_fit_the_model_is_not_tried_further():
+    class Layers(nn.Module):
+        def __init__(self, activation):
+            super().__init__()
+            torch.manual_seed(0)
+            layer = nn.TransformerEncoderLayer(
+                16, 2, 32, activation=activation, batch_first=True
+            )  # as many norms as queries and keys
+            self.table, self.layers, self.head = nn.Embedding(40, 16), nn.TransformerEncoder(layer, 2), nn.Linear(16, 40)
+
+        def forward(self, ids):
+            return self.head(self.layers(self.table(ids)))
+
+    report = twin(Layers("gelu"), Layers("relu"))
+    assert [finding.fault for finding in report.findings] == ["the activation is gelu, in the reference relu"], report
+
+
 def test_a_mistake_outside_the_catalogue_is_not_named():
     one_layer = ("in range(2)", "in range(1)")
     report = twin(model(one_layer, ("silu(gate)", "silu(gate).roll(1, 1)")), model(one_layer))
@@ -189,8 +213,8 @@ def test_a_change_ends_with_its_call():
     before = [p.clone() for p in changed.parameters()]
     with torch.no_grad():
         plain = Trace(changed, lambda: changed(ids), ids).output
-        for values in ({"weight": changed.norm.weight + 1}, {"eps": 1.0}):
-            other = Change("", "", {changed.norm: lambda module, args, out, values=values: with_values(module, args, **values)})
+        for values in ({"weight": lambda weight: weight + 1}, {"eps": lambda eps: 1.0}):
+            other = Change("", "", {changed.norm: partial(with_values, **values)})
             assert not torch.equal(Trace(changed, lambda: changed(ids), ids, [other]).output, plain)
             assert torch.equal(changed(ids), plain)
     assert all(torch.equal(p, q) for p, q in zip(before, changed.parameters(), strict=True))
