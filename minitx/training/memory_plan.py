@@ -24,15 +24,14 @@ from torch.optim.swa_utils import AveragedModel
 from minitx.config import ConfigError, Part, RunConfig, TrainerConfig
 from minitx.config.schema import first_line, require
 from minitx.config.training import LOADING
-from minitx.data.datamodule import DataModule, open_data
+from minitx.data.datamodule import DataModule
 from minitx.data.task import Task, kept_generators
 from minitx.training.callbacks import check_whole_weights
-from minitx.training.checkpoints import load_start
 from minitx.training.devices import check_accelerator, cpu_precision, device_of, local_parts
 from minitx.training.loggers import describe_part
 from minitx.training.net import Net, build_network
 from minitx.training.optimizers import build_optimizer, check_strategy, describe_decay
-from minitx.training.run import build_all, check_evaluation, log_on_rank_zero, with_objects
+from minitx.training.run import build_all, check_evaluation, log_on_rank_zero, open_parts, with_objects
 from minitx.training.sharding import layers_of, parallelize
 from minitx.training.trainer import quiet_lightning
 
@@ -51,10 +50,7 @@ def show_plan(
     is_sharded = options.strategy == "sharded"
     count = options.world_size
     with quiet_lightning(), kept_generators(torch.device("cpu")):
-        start = load_start(config.init_from)
-        tokenizer = None if start is None else start.tokenizer_for(config.data)
-        rows = open_data(config.data, options, seed=config.seed, tokenizer=tokenizer)
-        network = build_without_numbers(config.model, rows, options.precision)
+        config, rows, network = open_parts(config, build_without_numbers, is_empty=True)
         net = Net.of(network)
         check_evaluation(config, rows.task, net)
         callbacks = build_all(config.callbacks, "callbacks", L.Callback, folder=Path(), rows=rows, seed=config.seed)

@@ -217,14 +217,21 @@ def built(config: RunConfig) -> Iterator[Run]:
             )
 
 
-def open_parts(config: RunConfig) -> tuple[RunConfig, DataModule, nn.Module]:
-    """Return the config with epochs converted to steps, the data, and the network with the weights of ``init_from``."""
+def open_parts(
+    config: RunConfig, build: Callable[[Part, DataModule, str], nn.Module] = build_network, *, is_empty: bool = False
+) -> tuple[RunConfig, DataModule, nn.Module]:
+    """Return the config with epochs converted to steps, the data, and the network with the weights of ``init_from``.
+
+    Args:
+        build: builds the network.
+        is_empty: whether the network has no numbers, so that no weights are loaded.
+    """
     start = load_start(config.init_from)  # for the tokenizer, the labels and the weights; freed when this function returns
     tokenizer = None if start is None else start.tokenizer_for(config.data)
     rows = open_data(config.data, config.trainer, seed=config.seed, tokenizer=tokenizer)
     rows.number_labels_as(() if start is None else start.labels)
-    network = build_network(config.model, rows, config.trainer.precision)
-    if start is not None:
+    network = build(config.model, rows, config.trainer.precision)
+    if start is not None and not is_empty:
         start.load_into(network)
     return dataclasses.replace(config, trainer=in_steps(config.trainer, rows)), rows, network
 
