@@ -261,7 +261,7 @@ def _outcomes(
 
 
 def arm_of(cell: Cell) -> tuple[str, str]:
-    """Return the study and the arm of a cell. Its first run is rehearsed, and the others are not."""
+    """Return the study and the arm of a cell. Runs of an arm are rehearsed until one of them is done."""
     return cell.place.study, cell.place.arm
 
 

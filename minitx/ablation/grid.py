@@ -70,9 +70,9 @@ NEW_DATA = 1000
 """Added to the seed of a run that starts from the weights of another run, so that its batches are new, and equal for all arms."""
 
 # files of the package and its configs that determine the result of a run
-_LOOKS = ("recorder", "statistics", "gradients", "snapshot", "probe", "questions")  # used by probes and measures
+_LOOKS = ("recorder", "statistics", "gradients", "snapshot", "probe", "questions", "answers", "token_places")  # of probes
 _CODE = (
-    *("nn", "data", "training", "config", "interop"),
+    *("nn", "data", "generation", "training", "config", "interop"),
     *(f"ablation/{name}.py" for name in ("measures", "thresholds", "scaling/updates")),
     *(f"analysis/{name}.py" for name in _LOOKS),
 )
