@@ -393,7 +393,7 @@ def as_one_process() -> Iterator[int]:
 
 
 def sum_over_rows(trainer: L.Trainer, value: Tensor) -> Tensor:
-    """Return the sum of a value over the rows of all processes, on every process."""
+    """Return the sum of a value over all processes, on every process. This is a collective operation."""
     if trainer.world_size == 1:
         return value
     total = value.clone()  # not trainer.strategy.reduce, whose barrier makes the host wait for the device

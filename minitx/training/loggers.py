@@ -129,7 +129,7 @@ def summary(trainer: L.Trainer, module: TrainingModule, data: DataModule, traini
     lines = {
         "model": module.net.describe(),
         "device": describe_device(trainer),
-        "data": describe_data(data, options.val_batches),
+        "data": describe_data(data, options.val_batches, trainer.world_size),
         **{f"  {split}": "; ".join(sentences) for split, sentences in data.task.left_out.items() if sentences},
         "tokenizer": f"{tokenizer.vocab_size:,} tokens" if tokenizer else None,
         "training": training,
@@ -171,12 +171,12 @@ def describe_part(part: Part) -> str:
     return ", ".join([part.name.rpartition(".")[2], *words])
 
 
-def describe_data(data: DataModule, val_batches: int | None = None) -> str:
-    """Return the name and the sizes of a task, and the number of rows of one validation."""
+def describe_data(data: DataModule, val_batches: int | None = None, world: int = 1) -> str:
+    """Return the name and the sizes of a task, and the number of rows of one validation by ``world`` processes."""
     rows = f"{len(data.task.train):,} rows" if hasattr(data.task.train, "__len__") else "new examples at every step"
     parts = f" in {data.accumulate} parts" if data.accumulate > 1 else ""
     total = data.val_source().num_rows
-    read = min(total, (val_batches or total) * data.val_batch_size(1))
+    read = min(total, (val_batches or total) * data.val_batch_size(world))
     validated = f"{total:,}" if read == total else f"the first {read:,} of {total:,}"
     return f"{data.task.name}: {rows}, {validated} to validate; {data.batch_size} a step{parts}"
 

@@ -18,15 +18,28 @@ from torch import nn
 
 import minitx.training.run as run_module
 from minitx.config import ConfigError, EvaluationConfig
+from minitx.data.batches import Address
+from minitx.data.datamodule import DataModule
+from minitx.data.task import Task
 from minitx.training import loggers, records
 from minitx.training.evaluation import Evaluation, report
-from minitx.training.loggers import describe_device, summarise
+from minitx.training.loggers import describe_data, describe_device, summarise
 from minitx.training.metrics_csv import MetricsFile, read_metrics
 from minitx.training.module import NonFiniteError
 from minitx.training.net import in_own_dtype
 from minitx.training.records import add_records
 from minitx.training.run import train
 from minitx.training.trainer import check_callbacks
+
+
+def test_the_summary_names_the_validation_rows_that_all_processes_read():
+    rows = [{"input_ids": torch.tensor([i]), "labels": 0} for i in range(40)]
+    data = DataModule(Task(name="mine", train=rows, val=rows), batch_size=4, val_batch_size=7)
+    for world in (1, 2, 3):
+        source = data.val_source(world)
+        read = sum(len(source[Address(step, rank=rank)]["labels"]) for step in range(2) for rank in range(world))
+        assert f"the first {read} of 40 to validate" in describe_data(data, 2, world)
+
 
 FLOORS = {"unigram": 3.0, "bigram": 2.5}
 
