@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from minitx.nn.backends import attend
 from minitx.nn.cache import StateCache
+from minitx.nn.core import EfficientAttention
 from minitx.nn.functional import (
     AttentionCall,
-    EfficientAttention,
     hide_unseen,
     make_call,
     reference_attention,
