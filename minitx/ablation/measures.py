@@ -37,8 +37,9 @@ from minitx.nn.functional import AttentionCall, reference_attention
 from minitx.nn.masks import Mask, SlidingWindow, intersect
 from minitx.nn.modes import evaluating
 from minitx.training.callbacks import LastCheckpoint
-from minitx.training.checkpoints import load_model, load_start
+from minitx.training.checkpoints import load_model
 from minitx.training.evaluation import evaluate
+from minitx.training.init_from import load_start
 from minitx.training.metrics_csv import finite, read_metrics
 from minitx.training.net import Net, network_of
 from minitx.training.records import read_probes
@@ -103,9 +104,9 @@ class SameStart(L.Callback):
             builds_itself = self.trust or module.net.stored_node is not None
             return load_model(self.path, None if builds_itself else copy.deepcopy(module.network), self.trust)[0]
         start = load_start(InitFrom(path=self.path))
-        if start is None or start.shape is None:
+        if start is None or start.model_config is None:
             raise ConfigError(f"init_from.fold_scale=true needs a model of minitx, but {self.path} contains another model")
-        node = {"_target_": MODEL, **start.shape}
+        node = {"_target_": MODEL, **start.model_config}
         check_trusted(node, "model")
         network = network_of(read(Model, node, "model"))
         network.load_state_dict(start.weights)

@@ -30,9 +30,9 @@ from minitx.data.task import Batch, Task, as_split, select_rows
 from minitx.generation import beam_search, generate
 from minitx.generation.decoding import longest_of
 from minitx.nn.modes import evaluating
-from minitx.training.devices import whole_state
 from minitx.training.net import Net, in_own_dtype, network_of
 from minitx.training.objectives import CrossEntropy, Objective, sums_of_rows
+from minitx.training.processes import whole_state
 
 if TYPE_CHECKING:
     import lightning.pytorch as L

@@ -27,12 +27,14 @@ from minitx.config.training import LOADING
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Task, kept_generators
 from minitx.training.callbacks import check_whole_weights
-from minitx.training.devices import check_accelerator, cpu_precision, device_of, local_parts
-from minitx.training.loggers import describe_part
+from minitx.training.devices import check_accelerator, cpu_precision, device_of
+from minitx.training.fit import build_all, log_on_rank_zero
 from minitx.training.net import Net, build_network
 from minitx.training.optimizers import build_optimizer, check_strategy, describe_decay
-from minitx.training.run import build_all, check_evaluation, log_on_rank_zero, open_parts, with_objects
+from minitx.training.processes import local_parts
+from minitx.training.run import check_evaluation, open_parts, with_objects
 from minitx.training.sharding import layers_of, parallelize
+from minitx.training.summary import describe_part
 from minitx.training.trainer import quiet_lightning
 
 
@@ -50,10 +52,10 @@ def show_plan(
     is_sharded = options.strategy == "sharded"
     count = options.world_size
     with quiet_lightning(), kept_generators(torch.device("cpu")):
-        config, rows, network = open_parts(config, build_without_numbers, is_empty=True)
+        config, datamodule, network = open_parts(config, build_without_numbers)
         net = Net.of(network)
-        check_evaluation(config, rows.task, net)
-        callbacks = build_all(config.callbacks, "callbacks", L.Callback, folder=Path(), rows=rows, seed=config.seed)
+        check_evaluation(config, datamodule.task, net)
+        callbacks = build_all(config.callbacks, "callbacks", L.Callback, folder=Path(), rows=datamodule, seed=config.seed)
         check_whole_weights(callbacks, is_sharded=is_sharded)
         decay = describe_decay(build_optimizer(config.optimizer, network, head_dim=net.head_dim), network)
         plan = make_plan(network, config.optimizer, options, [*callbacks.values()])

@@ -564,7 +564,7 @@ def in_own_dtype(network: nn.Module) -> RemovableHandle:
 
 
 @contextmanager
-def lent(network: nn.Module, precision: str) -> Iterator[None]:
+def prepared_network(network: nn.Module, precision: str) -> Iterator[None]:
     """A context for the run of a network that may be the user's: it converts inputs to its dtype.
 
     Afterwards, this hook is removed, and the same parameters are trainable as before.

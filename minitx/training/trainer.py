@@ -27,7 +27,7 @@ from minitx.config import ConfigError, TrainerConfig
 from minitx.config.part import parameter_names
 from minitx.config.schema import defaults, first_line
 from minitx.config.training import REPLACED
-from minitx.training.checkpoints import read_checkpoint, write_checkpoint
+from minitx.training.checkpoint_files import read_checkpoint, write_checkpoint
 from minitx.training.devices import cpu_precision, device_of
 from minitx.training.metrics_csv import MetricsFile
 from minitx.training.module import FIND_UNUSED
@@ -51,10 +51,10 @@ def build_trainer(
     folder: Path,
     loggers: Sequence[Any],
     callbacks: Sequence[L.Callback],
-    done: int,
+    resumed_step: int,
     checkpoints: CheckpointIO | None = None,
 ) -> L.Trainer:
-    """Build Lightning's Trainer. It logs to ``metrics.csv`` from row ``done`` on, and to ``loggers``.
+    """Build Lightning's Trainer. It logs to ``metrics.csv`` from row ``resumed_step`` on, and to ``loggers``.
 
     ``TrainingModule`` does its own clipping and logging, and the loaders of ``DataModule`` give each process its own batches.
 
@@ -75,7 +75,7 @@ def build_trainer(
         "log_every_n_steps": 1,
         "deterministic": options.deterministic or None,  # False would override torch.use_deterministic_algorithms
         "use_distributed_sampler": False,
-        "logger": [MetricsFile(folder / "metrics.csv", done), *loggers],
+        "logger": [MetricsFile(folder / "metrics.csv", resumed_step), *loggers],
         "callbacks": list(callbacks),
         "enable_progress_bar": any(isinstance(callback, L.callbacks.ProgressBar) for callback in callbacks),
         "enable_model_summary": False,

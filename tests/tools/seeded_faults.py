@@ -261,7 +261,7 @@ WRITTEN = (
     Fault(
         "record_first_step",
         "on_nonfinite=record × the first step: a run that fails there counts as finished",
-        "minitx/training/run.py:Run._train",
+        "minitx/training/fit.py:Run._train",
         "return error.step + 1",
         "return error.step",
     ),
