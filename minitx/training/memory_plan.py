@@ -30,7 +30,7 @@ from minitx.training.callbacks import check_whole_weights
 from minitx.training.devices import check_accelerator, cpu_precision, device_of
 from minitx.training.fit import build_all, log_on_rank_zero
 from minitx.training.net import Net, build_network
-from minitx.training.optimizers import build_optimizer, check_strategy, describe_decay
+from minitx.training.optimizers import build_optimizer, check_strategy, describe_decay, freeze
 from minitx.training.processes import local_parts
 from minitx.training.run import check_evaluation, open_parts, with_objects
 from minitx.training.sharding import layers_of, parallelize
@@ -57,6 +57,7 @@ def show_plan(
         check_evaluation(config, datamodule.task, net)
         callbacks = build_all(config.callbacks, "callbacks", L.Callback, folder=Path(), rows=datamodule, seed=config.seed)
         check_whole_weights(callbacks, is_sharded=is_sharded)
+        freeze(network, config.optimizer)
         decay = describe_decay(build_optimizer(config.optimizer, network, head_dim=net.head_dim), network)
         plan = make_plan(network, config.optimizer, options, [*callbacks.values()])
     processes = f"{count} processes, {'sharded' if is_sharded else 'ddp'}" if count > 1 else "one process"

@@ -39,7 +39,7 @@ from minitx.training.objectives import (
     checked_sums,
     validation_sums,
 )
-from minitx.training.optimizers import build_optimizer, check_strategy, keep_dtypes, skips_on_device
+from minitx.training.optimizers import build_optimizer, check_strategy, freeze, keep_dtypes, skips_on_device
 from minitx.training.processes import is_sharded, largest_of_all, local_parts, set_gradient_sync, sum_over_processes, total_norm
 
 log = logging.getLogger(__name__)
@@ -431,7 +431,8 @@ def build_module(
     def make_schedule(optimizer: torch.optim.Optimizer, steps: int) -> Any:
         return schedule.build(optimizer, max_steps=steps)
 
-    check_strategy(make_optimizer(network), options.strategy)  # its rules freeze weights before the summary and DDP count them
+    freeze(network, optimizer)  # before the summary and DDP count the trained weights
+    check_strategy(make_optimizer(network), options.strategy)  # a trial: an optimizer is built for the weights of each process
     net.check(row, data.task.key_masks.values())
     net.check_documents(row)
     return TrainingModule(network, sums, make_optimizer, make_schedule, options, seed)

@@ -120,7 +120,7 @@ def parameter_groups(
     """Return groups of parameters with equal lr, weight decay and eps and, if ``matrix_lr`` is set, equal update rule (``matrix``).
 
     Weight decay is not applied to biases, norms and vectors (``role_of``). The first of ``rules`` whose ``match`` is found in a
-    parameter's name applies. ``trainable: false`` freezes the parameter (``requires_grad`` becomes False).
+    parameter's name applies. With ``trainable: false``, the parameter is in no group; ``freeze`` freezes it.
 
     Args:
         matrix_lr: the lr of matrices for Muon; None: Muon is not used.
@@ -133,11 +133,9 @@ def parameter_groups(
     matrices = set() if matrix_lr is None else matrix_names(network)
     unused = set(range(len(rules)))
     for name, parameter in network.named_parameters():
-        index = next((i for i, rule in enumerate(rules) if re.search(rule.match, name)), None)
-        rule = ParameterRule(match="") if index is None else rules[index]
-        unused.discard(-1 if index is None else index)
+        index, rule = _rule_of(name, rules)
+        unused.discard(index)
         if not rule.trainable:
-            parameter.requires_grad_(False)
             continue
         rate, decay, add = (_factor(rule, key, f"optimizer.rules[{index}]", head_dim) for key in ("lr", "weight_decay", "eps"))
         decay = decay if role_of(network, name) in DECAYED else 0.0
@@ -150,6 +148,19 @@ def parameter_groups(
         {"params": params, "lr": rate, "weight_decay": decay, "eps": add, **({"matrix": True} if matrix else {})}
         for (rate, decay, add, matrix), params in groups.items()
     ]
+
+
+def _rule_of(name: str, rules: Rules) -> tuple[int, ParameterRule]:
+    """Return the first rule that matches a name, with its number; a rule without an effect, and -1, if none does."""
+    return next(((i, rule) for i, rule in enumerate(rules) if re.search(rule.match, name)), (-1, ParameterRule(match="")))
+
+
+def freeze(network: nn.Module, optimizer: Part) -> None:
+    """Freeze the parameters that the rules of an optimizer do not train: ``requires_grad`` becomes False."""
+    rules = tuple(rule for rule in optimizer.get("rules") or () if isinstance(rule, ParameterRule))
+    for name, parameter in network.named_parameters():
+        if not _rule_of(name, rules)[1].trainable:
+            parameter.requires_grad_(False)
 
 
 DECAYED = ("weights", "embeddings")
