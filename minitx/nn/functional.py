@@ -26,12 +26,7 @@ from minitx.nn.precision import full_precision
 
 
 def attention_scores(
-    query: Tensor,
-    key: Tensor,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    attn_bias: Tensor | None = None,
+    query: Tensor, key: Tensor, *, scale: float, softcap: float | None = None, attn_bias: Tensor | None = None
 ) -> Tensor:
     """Return the scaled scores before mask and softmax, (B, H, L, S), in at least float32.
 

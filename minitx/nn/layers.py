@@ -297,14 +297,7 @@ POSITIONS = {
 }
 
 
-def build_block(
-    config: TransformerConfig,
-    layer: int,
-    num_layers: int,
-    *,
-    causal: bool,
-    cross: bool = False,
-) -> Block:
+def build_block(config: TransformerConfig, layer: int, num_layers: int, *, causal: bool, cross: bool = False) -> Block:
     """Build block number ``layer`` of ``num_layers``. Later blocks have a higher probability of stochastic depth."""
     drop = config.stochastic_depth * (layer + 1) / num_layers  # Huang et al. 2016, eq. 4
 

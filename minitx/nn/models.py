@@ -52,14 +52,7 @@ class TransformerModel(nn.Module):
     architecture: ClassVar[str | None] = None
     """The ``config.architecture`` that a model needs; ``build_model`` finds the class by it. None: any."""
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        embeddings: nn.Module,
-        *,
-        causal: bool = False,
-        cross: bool = False,
-    ) -> None:
+    def __init__(self, config: TransformerConfig, embeddings: nn.Module, *, causal: bool = False, cross: bool = False) -> None:
         super().__init__()
         if self.architecture not in (None, config.architecture):
             name = type(self).__name__

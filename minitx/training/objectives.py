@@ -98,13 +98,7 @@ def cross_entropy(
 
 
 def chunked_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    *,
-    chunk_tokens: int,
-    label_smoothing: float = 0.0,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *, chunk_tokens: int, label_smoothing: float = 0.0
 ) -> Sums:
     """Return ``cross_entropy(hidden @ weight.T + bias, labels)``, with the logits of only ``chunk_tokens`` tokens in memory.
 
