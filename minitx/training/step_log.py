@@ -122,7 +122,7 @@ class StepLog(StepCallback):
         if not sums[1] and not self._has_reported_empty:
             log.warning("step %d has no loss: none of its labels counts", step)
             self._has_reported_empty = True
-        means = means_of(sums, trainer, module)
+        means = means_of(sums.tolist(), trainer, module)
         if trainer.world_size > 1 and not math.isfinite(means["train_loss"]):
             raise NonFiniteError(step - 1, means["train_loss"], float(grad_norm))
         self.tokens = int(tokens)
@@ -144,7 +144,7 @@ class StepLog(StepCallback):
     def on_validation_start(self, trainer: L.Trainer, module: Any) -> None:
         self._paused = time.perf_counter()
         if self._open is not None:  # monitored metrics must not depend on log_every
-            _publish(trainer, _named(summed(trainer, module).unbind(), trainer, module))  # on the device, without a wait
+            _publish(trainer, means_of(summed(trainer, module).unbind(), trainer, module))  # on the device, without a wait
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self._mark += time.perf_counter() - self._paused
@@ -179,7 +179,7 @@ def step_means(trainer: L.Trainer, module: TrainingModule) -> dict[str, float]:
 
     The means are over the whole step, on all processes. This is a collective operation, and waits for the device.
     """
-    return means_of(summed(trainer, module), trainer, module)
+    return means_of(summed(trainer, module).tolist(), trainer, module)
 
 
 def summed(trainer: L.Trainer, module: TrainingModule) -> Tensor:
@@ -190,13 +190,8 @@ def summed(trainer: L.Trainer, module: TrainingModule) -> Tensor:
     return sum_over_processes(trainer, torch.stack([torch.as_tensor(value, device=device).to(wide) for value in local]))
 
 
-def means_of(sums: Tensor, trainer: L.Trainer, module: TrainingModule) -> dict[str, float]:
-    """Return the means of a step from the result of ``summed``. This waits for the device, unless the sums are on the CPU."""
-    return _named(sums.tolist(), trainer, module)
-
-
-def _named(sums: Sequence[Any], trainer: L.Trainer, module: TrainingModule) -> dict[str, Any]:
-    """Return the means of a step by name, as numbers or as 0-d tensors."""
+def means_of(sums: Sequence[Any], trainer: L.Trainer, module: TrainingModule) -> dict[str, Any]:
+    """Return the means of a step by name, as numbers or as 0-d tensors, from the entries of ``summed``."""
     loss, targets, *others = sums
     targets = targets / trainer.world_size  # every process has added the global number
     targets = targets.clamp(min=1) if isinstance(targets, Tensor) else max(targets, 1)
