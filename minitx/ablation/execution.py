@@ -211,10 +211,10 @@ def run_cells(
     book = Book(cells, folder, after_line)
     todo = [cell for cell in cells if cell.place not in book.known]
     log.info("%d runs: %d done before, %d to do, %d at once", len(cells), len(cells) - len(todo), len(todo), pool.workers)
-    bar, launch = _progress_bar(len(todo)), Launch(pool, grid, cells, book, run_cell)
-    while launch.waiting or launch.running:
-        ready = launch.ready()
-        recorded = launch.collect() if ready is None else launch.begin(ready)
+    bar, queue = _progress_bar(len(todo)), CellQueue(pool, grid, cells, book, run_cell)
+    while queue.waiting or queue.running:
+        ready = queue.ready()
+        recorded = queue.collect() if ready is None else queue.begin(ready)
         if ready is None and recorded is None:
             time.sleep(0.02)
         bar.set_description_str(f"{len(book.records)} of {len(cells)} runs, ", refresh=False)
@@ -223,7 +223,7 @@ def run_cells(
     return [book.records[cell.place] for cell in cells]
 
 
-class Launch:
+class CellQueue:
     """The cells of one launch: those that wait, and those that run in the pool.
 
     Attributes:

@@ -30,7 +30,7 @@ from minitx.config.schema import read, require
 from minitx.config.training import MODEL, Data, Model
 from minitx.data.datamodule import DataModule
 from minitx.data.lightning_data import load_task
-from minitx.data.task import Batch, without_targets
+from minitx.data.task import Batch, kept_generators, without_targets
 from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.counting import flop_counter
 from minitx.nn.functional import AttentionCall, reference_attention
@@ -97,7 +97,7 @@ class SameStart(L.Callback):
         """Return the network that the run starts from. A head that the folder does not contain is initialised as in the run."""
         if self.model is not None:
             kind, fields = trainer.datamodule.task.kind, trainer.datamodule.task.model_fields  # type: ignore[attr-defined]
-            with torch.random.fork_rng(devices=[]):
+            with kept_generators(module.device):
                 torch.manual_seed(module.seed)
                 return self.model(task=kind, num_labels=fields.get("num_labels"))
         if Path(self.path).is_file():

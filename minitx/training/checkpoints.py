@@ -7,7 +7,6 @@ run may resume from one.
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +28,6 @@ from minitx.training.devices import device_of
 from minitx.training.net import Net, network_of
 from minitx.training.objectives import Objective, build_objective
 
-log = logging.getLogger(__name__)
 
 Network = TypeVar("Network", bound=nn.Module)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from typing import Any
@@ -15,7 +14,6 @@ from minitx.config import IGNORED, ConfigError, Part
 from minitx.config.schema import Count, Share, require
 from minitx.data.task import Batch, counting, num_targets, select_rows
 
-log = logging.getLogger(__name__)
 
 Sums = dict[str, Tensor]
 """0-d sums over the counted targets: ``loss``, and optionally ``correct`` (number of correct answers) and ``nll`` (the
