@@ -28,7 +28,6 @@ from minitx.training.devices import device_of
 from minitx.training.net import Net, network_of
 from minitx.training.objectives import Objective, build_objective
 
-
 Network = TypeVar("Network", bound=nn.Module)
 
 

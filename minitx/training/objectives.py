@@ -14,7 +14,6 @@ from minitx.config import IGNORED, ConfigError, Part
 from minitx.config.schema import Count, Share, require
 from minitx.data.task import Batch, counting, num_targets, select_rows
 
-
 Sums = dict[str, Tensor]
 """0-d sums over the counted targets: ``loss``, and optionally ``correct`` (number of correct answers) and ``nll`` (the
 validation loss, if it differs from ``loss``). Further sums are logged as means. ``count`` is not allowed as a name."""
