@@ -286,8 +286,8 @@ def shortened(run: Run, two: TwoRows, device: torch.device) -> Run:
         return module.make_schedule(optimizer, steps or max_steps)
 
     parts = module.network, module.objective, module.make_optimizer, make_schedule
-    place = {"strategy": SingleDeviceStrategy(device), "devices": [device.index] if device.index else 1}
-    short = dataclasses.replace(options, **changes, extra={**options.extra, **place, "limit_test_batches": 1})
+    one_device = {"strategy": SingleDeviceStrategy(device), "devices": [device.index] if device.index else 1}
+    short = dataclasses.replace(options, **changes, extra={**options.extra, **one_device, "limit_test_batches": 1})
     data = DataModule(
         dataclasses.replace(run.data.task, train=two, bucket=False, baselines=dict),
         batch_size=min(len(two), max(1, run.data.batch_size // (options.accumulate * options.world_size))),
@@ -349,8 +349,8 @@ def naming_faulty_part(module: TrainingModule, callbacks: Mapping[str, Part | No
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         path = next(filter(None, (_path_of(frame, module, callbacks) for frame in reversed(frames))), "a step of this run")
         frame = _frame_to_name(frames)
-        place = f"{Path(frame.f_code.co_filename).name}:{_line(error, frame)}"
-        message = f"{path}: fails in the rehearsal of this run: {type(error).__name__}: {first_line(error)} ({place})"
+        line = f"{Path(frame.f_code.co_filename).name}:{_line(error, frame)}"
+        message = f"{path}: fails in the rehearsal of this run: {type(error).__name__}: {first_line(error)} ({line})"
         raise ConfigError(message) from error
 
 

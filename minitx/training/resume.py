@@ -66,8 +66,12 @@ def check_resumed(path: str | None, parts: Mapping[str, Part], state: Mapping[st
     if not all("lr_lambdas" in entry for entry in checkpoint["lr_schedulers"]):  # a LambdaLR stores no number of steps
         check_length(parts["schedule"], saved["trainer"], current["trainer"], named)
     _check_tokenizer(named, stored["tokenizer"], state["tokenizer"])
-    _warn_of_other_rows(named, saved["seed"], current["seed"], changes["data"])
-    _warn_of_other_losses(named, changes["objective"])
+    of_rows = [f"seed {saved['seed']} != {current['seed']}"] if saved["seed"] != current["seed"] else []
+    of_rows += changes["data"]
+    other_rows = "another seed or other data, so rows may be repeated or skipped"
+    _warn(named, other_rows, of_rows, ("data.cache_dir ", "data.num_workers "))
+    other_losses = "another objective, so its losses cannot be compared with those before"
+    _warn(named, other_losses, changes["objective"], ("objective.chunk_tokens ", "objective.count_correct "))
     step = int(checkpoint["global_step"])
     max_steps = current["trainer"]["max_steps"]
     if max_steps is not None and step > max_steps:
@@ -113,17 +117,8 @@ def _check_tokenizer(named: str, saved: dict[str, Any] | None, current: dict[str
         )
 
 
-def _warn_of_other_rows(named: str, saved_seed: int, seed: int, changes: Sequence[str]) -> None:
-    of_rows = [f"seed {saved_seed} != {seed}"] if saved_seed != seed else []
-    of_rows += [change for change in changes if not change.startswith(("data.cache_dir ", "data.num_workers "))]
-    if of_rows:
-        text = "%s resumes with another seed or other data, so rows may be repeated or skipped: %s"
-        log.warning(text, named, "; ".join(of_rows))
-
-
-def _warn_of_other_losses(named: str, changes: Sequence[str]) -> None:
-    equal = ("objective.chunk_tokens ", "objective.count_correct ")  # the loss does not depend on them
-    of_loss = [change for change in changes if not change.startswith(equal)]
-    if of_loss:
-        text = "%s resumes with another objective, so its losses cannot be compared with those before: %s"
-        log.warning(text, named, "; ".join(of_loss))
+def _warn(named: str, difference: str, changes: Sequence[str], without: tuple[str, ...]) -> None:
+    """Log ``changes`` except those that begin with one of ``without``, which have no such effect."""
+    counted = [change for change in changes if not change.startswith(without)]
+    if counted:
+        log.warning("%s resumes with %s: %s", named, difference, "; ".join(counted))

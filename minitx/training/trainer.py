@@ -62,11 +62,11 @@ def build_trainer(
         ConfigError: Lightning does not accept the devices, the strategy, ``trainer.extra``, a plugin or the profiler.
     """
     check_callbacks(callbacks)
-    place = place_of(options)
+    on_devices = device_arguments(options)
     plugins = [part.at(f"trainer.plugins[{i}]").build() for i, part in enumerate(options.plugins)]
-    place["plugins"] += [checkpoints or AtomicCheckpointIO(), *plugins]
+    on_devices["plugins"] += [checkpoints or AtomicCheckpointIO(), *plugins]
     arguments = {
-        **place,
+        **on_devices,
         "max_steps": options.max_steps,
         "accumulate_grad_batches": options.accumulate,
         **validation_of(options),
@@ -184,7 +184,7 @@ def epoch_hooks(callbacks: Sequence[L.Callback]) -> list[str]:
     ]
 
 
-def place_of(options: TrainerConfig) -> dict[str, Any]:
+def device_arguments(options: TrainerConfig) -> dict[str, Any]:
     """Return the arguments of Lightning's Trainer for devices, strategy, precision and checkpoints."""
     device = device_of(options.accelerator)
     precision: str | None = cpu_precision(options.precision) if device.type == "cpu" else options.precision

@@ -32,7 +32,7 @@ from minitx.training.devices import check_count, device_name, memory_mb, peak_tf
 from minitx.training.metrics_csv import OF_THE_MACHINE, read_metrics
 from minitx.training.module import TrainingModule
 from minitx.training.records import read_records
-from minitx.training.trainer import place_of, quiet_lightning
+from minitx.training.trainer import device_arguments, quiet_lightning
 from tests import pretend
 from tests.test_configs import CONFIGS, OF_OWN_FILES, small_llama
 
@@ -169,7 +169,7 @@ def abilities():
     ):
         check_count(TrainerConfig(accelerator="pretent"))
     assert (device_name(device), peak_tflops(device)) == ("PRETEND", None) and memory_mb(device) > 10
-    where = place_of(TrainerConfig(accelerator=pretend.NAME, precision="bf16-mixed"))
+    where = device_arguments(TrainerConfig(accelerator=pretend.NAME, precision="bf16-mixed"))
     assert (where["strategy"].root_device, where["plugins"][-1].device) == (device, pretend.NAME)
 
 

@@ -20,7 +20,7 @@ from minitx.training.devices import (
     peak_of,
     peak_tflops,
 )
-from minitx.training.trainer import place_of
+from minitx.training.trainer import device_arguments
 
 
 @pytest.fixture
@@ -41,10 +41,10 @@ def machine(monkeypatch):
 def test_bf16_stays_where_the_device_has_it_and_becomes_float32_on_another_cpu_with_one_line(machine, caplog):
     for has in ({"amx_bf16": True}, {"avx512_bf16": True}, {"bf16": True}, {"cuda": 1}):
         machine(**has)
-        assert place_of(TrainerConfig(precision="bf16-true"))["precision"] == "bf16-true"
+        assert device_arguments(TrainerConfig(precision="bf16-true"))["precision"] == "bf16-true"
     machine(avx2=True, amx_bf16=False)
     caplog.set_level("INFO", "minitx")
-    assert {place_of(TrainerConfig(precision="bf16-mixed"))["precision"] for _ in range(6)} == {"32-true"}
+    assert {device_arguments(TrainerConfig(precision="bf16-mixed"))["precision"] for _ in range(6)} == {"32-true"}
     (said,) = caplog.messages
     assert "trainer.precision=bf16-mixed" in said
 
