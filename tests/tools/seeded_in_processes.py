@@ -28,7 +28,9 @@ from seeded_faults import Fault, ask_points, forked, log_of, note, plant, result
 from tests.lattice import runs
 from tests.lattice.test_run_lattice import QUICK_OF_SEVERAL, SLOW_OF_SEVERAL
 
-PROCESSES, MODULE, CALLBACKS = (f"minitx/training/{name}.py" for name in ("processes", "module", "callbacks"))
+PROCESSES, MODULE, CALLBACKS, STEP_LOG = (
+    f"minitx/training/{name}.py" for name in ("processes", "module", "callbacks", "step_log")
+)
 FAULTS = (
     Fault(
         "ddp_no_average",
@@ -216,14 +218,14 @@ FAULTS = (
     Fault(
         "losses_of_one_rank",
         "metrics.csv has the loss of the first process",
-        f"{CALLBACKS}:summed",
+        f"{STEP_LOG}:summed",
         "return sum_over_processes(trainer, torch.stack([torch.as_tensor(value, device=device).to(wide) for value in local]))",
         "return torch.stack([torch.as_tensor(value, device=device).to(wide) for value in local])",
     ),
     Fault(
         "targets_counted_by_each",
         "means of other sums are divided by the targets of every process",
-        f"{CALLBACKS}:_named",
+        f"{STEP_LOG}:means_of",
         "targets = targets / trainer.world_size",
         "targets = targets / 1",
     ),
@@ -237,7 +239,7 @@ FAULTS = (
     Fault(
         "monitored_by_one_rank",
         "between rows of metrics.csv, a training metric that is monitored is of each process",
-        f"{CALLBACKS}:StepLog.on_validation_start",
+        f"{STEP_LOG}:StepLog.on_validation_start",
         "summed(trainer, module).unbind()",
         "torch.stack([torch.as_tensor(each).double() for each in (module.step_loss, module.step_targets * trainer.world_size, "
         "*module.step_sums.values())]).unbind()",
@@ -252,7 +254,7 @@ FAULTS = (
     Fault(
         "precision_of_one_rank",
         "two machines may train in two precisions",
-        f"{CALLBACKS}:check_processes",
+        f"{STEP_LOG}:check_processes",
         "trainer.strategy.broadcast(precision) != precision",
         "False",
     ),
