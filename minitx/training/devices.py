@@ -1,4 +1,4 @@
-"""Which devices a run uses, what is known of them, and the settings of this process for them. Lightning is not imported."""
+"""The devices of a run: their number, type, name and peak speed, and the settings of this process. Lightning is not imported."""
 
 from __future__ import annotations
 

@@ -432,7 +432,7 @@ def build_module(
         return schedule.build(optimizer, max_steps=steps)
 
     freeze(network, optimizer)  # before the summary and DDP count the trained weights
-    check_strategy(make_optimizer(network), options.strategy)  # a trial: an optimizer is built for the weights of each process
+    check_strategy(make_optimizer(network), options.strategy)  # only a check: training builds its own
     net.check(row, data.task.key_masks.values())
     net.check_documents(row)
     return TrainingModule(network, sums, make_optimizer, make_schedule, options, seed)
