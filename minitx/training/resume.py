@@ -1,4 +1,4 @@
-"""Which runs may resume from a checkpoint, and in which folder."""
+"""Checks before a run resumes from a checkpoint: its folder, its config and its data."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _check_tokenizer(named: str, saved: dict[str, Any] | None, current: dict[str
 
 
 def _warn(named: str, difference: str, changes: Sequence[str], without: tuple[str, ...]) -> None:
-    """Log ``changes`` except those that begin with one of ``without``, which have no such effect."""
+    """Log the changes, except changes that begin with one of ``without``: these are harmless."""
     counted = [change for change in changes if not change.startswith(without)]
     if counted:
         log.warning("%s resumes with %s: %s", named, difference, "; ".join(counted))
