@@ -4,7 +4,7 @@
   Same architecture, weights and number of parameters; the losses agree before anything is timed. A step is logits, mean
   cross-entropy, backward, fused AdamW. Nobody has dropout, a cache or autocast.
 - P1b: our step over the matrix products of its linear layers alone: forward, for the input's gradient and for the weight's; both as a run
-  computes them (``minitx.training.devices``).
+  computes them (``minitx.training.onednn``).
 - P4: a step under the trainer over a raw loop with the same network, optimizer, data, gradient norm and check for NaN. And a step of a
   LightningModule of ten lines, without logger and checkpoints, over the same loop without norm and check: Lightning's own share.
 - P9: the most bytes at once of a step with the same loss, weights and AdamW's moments included, over Hugging Face's. Counted, not timed.
@@ -30,8 +30,9 @@ from torch import Tensor, nn
 
 from minitx.nn import DecoderLM
 from minitx.nn.transfer import to_device
-from minitx.training.devices import cpu_precision, keep_freed_memory, onednn_products
+from minitx.training.devices import cpu_precision, keep_freed_memory
 from minitx.training.objectives import chunked_cross_entropy
+from minitx.training.onednn import onednn_products
 
 WANTED = {"nanoGPT": ">= 1.05", "Hugging Face GPT-2": ">= 1.2", "x-transformers": ">= 1.2", "nn.TransformerEncoder": ">= 1.0"}
 """By the beginning of a name."""

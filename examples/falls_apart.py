@@ -26,8 +26,8 @@ from minitx.cli.compose import compose_config
 from minitx.config import node
 from minitx.data.recall import kv_lookup
 from minitx.nn.modes import evaluating
-from minitx.training.callbacks import StepCallback
 from minitx.training.run import train
+from minitx.training.step_log import StepCallback
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "docs" / "scaling_ablation" / "limits" / "cells.jsonl.xz"

@@ -163,7 +163,7 @@ NEEDED_BECAUSE = {
     ("canvas", "pickle"): "a figure of ours is copied by dumps and loads of its own bytes",
     ("canvas", "pickle.loads"): "the same",
     ("data.task", "importlib.import_module"): "of packages that the code names",
-    ("training.checkpoints", "zipfile"): "it compares the CRC of each record, and extracts nothing",
+    ("training.checkpoint_files", "zipfile"): "it compares the CRC of each record, and extracts nothing",
     ("config.part", "importlib.import_module"): "of what a user's config names; nodes of a checkpoint pass check_trusted first",
     ("training.trust", "importlib.import_module"): "of classes in OURS",
     ("cli", "importlib.import_module"): "of our own programs, which the code names",
@@ -222,7 +222,7 @@ PRIVATE = {
         *{("nn.counting", f"_scaled_dot_product_flash_attention_for_cpu{end}") for end in ("", "_backward")},
         *{("nn.models", "_apply"), ("nn.models", "_load_from_state_dict")},
         *{("check.subjects", "_python_dispatch"), ("check.tensor_trace", "_python_dispatch")},
-        *{("training.module", "_foreach_mul_"), ("training.optimizers", "_foreach_lerp_"), ("training.optimizers", "_foreach_lerp")},
+        *{("training.module", "_foreach_mul_"), ("training.muon", "_foreach_lerp_"), ("training.muon", "_foreach_lerp")},
     },
     "lightning": {
         *{("training.callbacks", "_average_model"), ("training.callbacks", "_device"), ("training.evaluation", "_average_model")},

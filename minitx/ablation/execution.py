@@ -19,7 +19,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -211,57 +211,74 @@ def run_cells(
     book = Book(cells, folder, after_line)
     todo = [cell for cell in cells if cell.place not in book.known]
     log.info("%d runs: %d done before, %d to do, %d at once", len(cells), len(cells) - len(todo), len(todo), pool.workers)
-    bar = _progress_bar(len(todo))
-    for cell in _outcomes(pool, grid, cells, book, run_cell):
-        if cell is None:
+    bar, queue = _progress_bar(len(todo)), CellQueue(pool, grid, cells, book, run_cell)
+    while queue.waiting or queue.running:
+        ready = queue.ready()
+        recorded = queue.collect() if ready is None else queue.begin(ready)
+        if ready is None and recorded is None:
             time.sleep(0.02)
         bar.set_description_str(f"{len(book.records)} of {len(cells)} runs, ", refresh=False)
-        bar.update(cell is not None and cell.place not in book.known)
+        bar.update(recorded is not None and recorded.place not in book.known)
     bar.close()
     return [book.records[cell.place] for cell in cells]
 
 
-def _outcomes(
-    pool: WorkerPool, grid: AblationConfig, cells: Sequence[Cell], book: Book, run_cell: RunCell
-) -> Iterator[Cell | None]:
-    """Yield each cell once its record is in the book, and None when all that is left is to wait."""
-    waiting, running, died = list(cells), dict[Cell, tuple[Any, float]](), set[Cell]()
-    right = {arm_of(cell) for cell in cells if cell.place in book.known}
-    while waiting or running:
-        free = waiting if len(running) < pool.workers else ()
-        ready = next((cell for cell in free if cell.start is None or cell.start.place in book.records), None)
-        if ready is not None:
-            waiting.remove(ready)
-            if ready.place not in book.records and (reason := skip_reason(grid, ready, book.records)):
-                book.write(ready, "not run", reason=reason)
-            if ready.place in book.records:
-                yield ready
-            else:
-                words, place = ready.words(book.folder), str(ready.folder(book.folder))
-                keep = grid.studies[ready.place.study].keep_attention
-                rehearse = arm_of(ready) not in right  # the first runs of an arm, and all of them if it is wrong
-                arguments = (words, place, ready.steps(), ready.keeps_weights, keep, ready.threshold, rehearse)
-                running[ready] = (pool.submit(attempt, run_cell, *arguments), time.perf_counter())
-        elif (finished := next((cell for cell, (job, _) in running.items() if job.done()), None)) is not None:
-            job, started = running.pop(finished)
-            try:
-                outcome = job.result()
-            except Exception as error:
-                if finished not in died:
-                    died.add(finished)
-                    waiting.insert(0, finished)
-                    continue
-                outcome = {"error": f"the process died: {' '.join(str(error).split())[:200]}"}
-            status, seconds = "failed" if "error" in outcome else "done", round(time.perf_counter() - started, 3)
-            book.write(finished, status, reason=outcome.get("error"), seconds=seconds, result=outcome.get("result"))
-            right |= {arm_of(finished)} if status == "done" else set()
-            yield finished
-        else:
-            yield None
+class CellQueue:
+    """The cells of one launch: those that wait, and those that run in the pool.
+
+    Attributes:
+        waiting: cells without a record, in their order.
+        running: the job of each running cell, and the time of its start.
+        done_arms: the arms with a finished run. Runs of other arms are rehearsed.
+    """
+
+    def __init__(self, pool: WorkerPool, grid: AblationConfig, cells: Sequence[Cell], book: Book, run_cell: RunCell) -> None:
+        self.pool, self.grid, self.book, self.run_cell = pool, grid, book, run_cell
+        self.waiting, self.running = list(cells), dict[Cell, tuple[Any, float]]()
+        self.done_arms = {arm_of(cell) for cell in cells if cell.place in book.known}
+        self._died = set[Cell]()
+
+    def ready(self) -> Cell | None:
+        """Return the first waiting cell that can begin, or None: no worker is free, or all cells wait for a start."""
+        free = self.waiting if len(self.running) < self.pool.workers else ()
+        return next((cell for cell in free if cell.start is None or cell.start.place in self.book.records), None)
+
+    def begin(self, cell: Cell) -> Cell | None:
+        """Start a cell. Return it if it needs no run, because it has a record or a rule of the grid leaves it out."""
+        self.waiting.remove(cell)
+        records = self.book.records
+        if cell.place not in records and (reason := skip_reason(self.grid, cell, records)):
+            self.book.write(cell, "not run", reason=reason)
+        if cell.place in records:
+            return cell
+        words, folder = cell.words(self.book.folder), str(cell.folder(self.book.folder))
+        keep = self.grid.studies[cell.place.study].keep_attention
+        arguments = (words, folder, cell.steps(), cell.keeps_weights, keep, cell.threshold, arm_of(cell) not in self.done_arms)
+        self.running[cell] = (self.pool.submit(attempt, self.run_cell, *arguments), time.perf_counter())
+        return None
+
+    def collect(self) -> Cell | None:
+        """Return a cell that has ended, after writing its record, or None. A cell whose worker died waits once more."""
+        ended = next((cell for cell, (job, _) in self.running.items() if job.done()), None)
+        if ended is None:
+            return None
+        job, started = self.running.pop(ended)
+        try:
+            outcome = job.result()
+        except Exception as error:
+            if ended not in self._died:
+                self._died.add(ended)
+                self.waiting.insert(0, ended)
+                return None
+            outcome = {"error": f"the process died: {' '.join(str(error).split())[:200]}"}
+        status, seconds = "failed" if "error" in outcome else "done", round(time.perf_counter() - started, 3)
+        self.book.write(ended, status, reason=outcome.get("error"), seconds=seconds, result=outcome.get("result"))
+        self.done_arms |= {arm_of(ended)} if status == "done" else set()
+        return ended
 
 
 def arm_of(cell: Cell) -> tuple[str, str]:
-    """Return the study and the arm of a cell. Its first run is rehearsed, and the others are not."""
+    """Return the study and the arm of a cell. Runs of an arm are rehearsed until one of them is done."""
     return cell.place.study, cell.place.arm
 
 

@@ -70,9 +70,9 @@ NEW_DATA = 1000
 """Added to the seed of a run that starts from the weights of another run, so that its batches are new, and equal for all arms."""
 
 # files of the package and its configs that determine the result of a run
-_LOOKS = ("recorder", "statistics", "gradients", "snapshot", "probe", "questions")  # used by probes and measures
+_LOOKS = ("recorder", "statistics", "gradients", "snapshot", "probe", "questions", "answers", "token_places")  # of probes
 _CODE = (
-    *("nn", "data", "training", "config", "interop"),
+    *("nn", "data", "generation", "training", "config", "interop"),
     *(f"ablation/{name}.py" for name in ("measures", "thresholds", "scaling/updates")),
     *(f"analysis/{name}.py" for name in _LOOKS),
 )
@@ -142,20 +142,21 @@ class Cell:
 
         They load the weights of ``start``. If the scale is folded, they add a check that the model starts as the same function.
         """
-        values, loading, loader = settings(self.overrides), list[str](), ""
+        values, loading = settings(self.overrides), list[str]()
+        check: dict[str, Any] = {"_target_": "minitx.ablation.measures.SameStart"}
         folded = (node for node in ("init_from", "model") if values.get(f"{node}.fold_scale", "").lower() == "true")
         if self.start is not None:
-            path = _in_quotes(str(self.start.weights(grid)))
-            loading = [f"init_from.path={path}", "init_from.fold_scale=true"]
+            check["path"] = str(self.start.weights(grid))
+            loading = [f"init_from.path={as_override(check['path'])}", "init_from.fold_scale=true"]
         elif node := next(folded, None):
-            path = _in_quotes(values.get(f"{node}.path", f"${{{node}.path}}").strip("\"'"))  # an experiment may set it
+            check["path"] = values.get(f"{node}.path", f"${{{node}.path}}").strip("\"'")  # an experiment may set it
             if node == "model":
-                loader = f", model: {{_target_: ${{model._target_}}, path: {path}, _partial_: true}}"
+                check["model"] = {"_target_": "${model._target_}", "path": check["path"], "_partial_": True}
         else:
             return list(self.overrides)
-        loader += ", trust: true" if values.get("trust", "").lower() == "true" else ""
-        check = f"+callbacks.same_start={{_target_: minitx.ablation.measures.SameStart, path: {path}{loader}}}"
-        return [*self.overrides, *loading, check]
+        if values.get("trust", "").lower() == "true":
+            check["trust"] = True
+        return [*self.overrides, *loading, f"+callbacks.same_start={as_override(check)}"]
 
     def steps(self) -> int:
         """Return the number of steps, from the last override of ``trainer.max_steps``.
@@ -188,9 +189,15 @@ def of_experiment(grid: dict[str, Any], typed: str | None) -> dict[str, Any]:
     return grid
 
 
-def _in_quotes(path: str) -> str:
-    """Return ``path`` in quotes for Hydra, where only the quote itself is escaped."""
-    return '"' + path.replace('"', r"\"") + '"'
+def as_override(value: Mapping[str, Any] | str | bool) -> str:
+    """Return a value as Hydra reads it in an override. In a quoted string, only the quote itself is escaped.
+
+    >>> as_override({"path": 'the "new" one', "trust": True})
+    '{path: "the \\\\"new\\\\" one", trust: true}'
+    """
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {as_override(entry)}' for key, entry in value.items())}}}"
+    return str(value).lower() if isinstance(value, bool) else '"' + value.replace('"', r"\"") + '"'
 
 
 def command_of(words: Sequence[str]) -> str:

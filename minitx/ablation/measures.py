@@ -30,15 +30,16 @@ from minitx.config.schema import read, require
 from minitx.config.training import MODEL, Data, Model
 from minitx.data.datamodule import DataModule
 from minitx.data.lightning_data import load_task
-from minitx.data.task import Batch, without_targets
+from minitx.data.task import Batch, kept_generators, without_targets
 from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.counting import flop_counter
 from minitx.nn.functional import AttentionCall, reference_attention
 from minitx.nn.masks import Mask, SlidingWindow, intersect
 from minitx.nn.modes import evaluating
 from minitx.training.callbacks import LastCheckpoint
-from minitx.training.checkpoints import load_model, load_start
+from minitx.training.checkpoints import load_model
 from minitx.training.evaluation import evaluate
+from minitx.training.init_from import load_start
 from minitx.training.metrics_csv import finite, read_metrics
 from minitx.training.net import Net, network_of
 from minitx.training.records import read_probes
@@ -96,16 +97,16 @@ class SameStart(L.Callback):
         """Return the network that the run starts from. A head that the folder does not contain is initialised as in the run."""
         if self.model is not None:
             kind, fields = trainer.datamodule.task.kind, trainer.datamodule.task.model_fields  # type: ignore[attr-defined]
-            with torch.random.fork_rng(devices=[]):
+            with kept_generators(module.device):
                 torch.manual_seed(module.seed)
                 return self.model(task=kind, num_labels=fields.get("num_labels"))
         if Path(self.path).is_file():
             builds_itself = self.trust or module.net.stored_node is not None
             return load_model(self.path, None if builds_itself else copy.deepcopy(module.network), self.trust)[0]
         start = load_start(InitFrom(path=self.path))
-        if start is None or start.shape is None:
+        if start is None or start.model_config is None:
             raise ConfigError(f"init_from.fold_scale=true needs a model of minitx, but {self.path} contains another model")
-        node = {"_target_": MODEL, **start.shape}
+        node = {"_target_": MODEL, **start.model_config}
         check_trusted(node, "model")
         network = network_of(read(Model, node, "model"))
         network.load_state_dict(start.weights)

@@ -288,7 +288,7 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 def facts(command: str) -> Mapping[str, Any]:
     """Return the facts that are needed to reproduce a run."""
-    from minitx.training.loggers import git_commit
+    from minitx.training.trackers import git_commit
 
     packages = ("minitx", "torch", "lightning", "hydra-core", "numpy", "scipy")
     return {

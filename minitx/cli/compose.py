@@ -129,9 +129,9 @@ def _advice_on_a_file(message: str, typed: Mapping[str, str]) -> str:
 
 def _as_stored(values: Mapping[str, Any], typed: Mapping[str, str]) -> dict[str, Any]:
     """Return the node of the model with the fields of the file in ``init_from``, except for typed fields."""
-    from minitx.training.checkpoints import stored_shape
+    from minitx.training.init_from import stored_model_config
 
-    shape = stored_shape(from_dict(InitFrom, values["init_from"], "init_from."), values.get("trust") is True)
+    shape = stored_model_config(from_dict(InitFrom, values["init_from"], "init_from."), values.get("trust") is True)
     chosen = {name.partition(".")[2] for name in typed if name.startswith("model.")}
     return {**shape, **{name: values["model"].get(name) for name in chosen}, "_target_": MODEL}
 

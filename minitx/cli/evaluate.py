@@ -53,9 +53,9 @@ def main() -> int:
 
 def _evaluate(config: EvaluateConfig) -> None:
     with importing():
-        from minitx.training.checkpoints import place
-        from minitx.training.devices import onednn_products
+        from minitx.training.checkpoints import move_to_device
         from minitx.training.evaluation import evaluate
+        from minitx.training.onednn import onednn_products
 
     changes = {"model": config.model, "data": config.data, "objective": config.objective}
     options = EvaluationConfig(num_rows=config.num_rows, num_beams=config.num_beams, num_shown=config.num_shown)
@@ -71,7 +71,7 @@ def _evaluate(config: EvaluateConfig) -> None:
             f"num_beams={config.num_beams} has no effect: only encoder-decoders generate answers",
         )
         in_training = stored.state["config"]["trainer"]["val_batch_size"] or stored.part("data").run_values["batch_size"]
-        network = place(stored.network, config.device)
+        network = move_to_device(stored.network, config.device)
         rows = config.batch_size or in_training
         evaluation = evaluate(network, task, options, stored.objective(), batch_size=rows, split=config.split)
     write("\n".join(evaluation.lines()) + "\n")

@@ -109,7 +109,7 @@ def _labels(names: Sequence[str], config: Any) -> Sequence[str]:
 def _facts(path: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return facts about the training of a checkpoint, for the table in ``README.md``."""
     from minitx import __version__
-    from minitx.training.checkpoints import read_checkpoint
+    from minitx.training.checkpoint_files import read_checkpoint
     from minitx.training.metrics_csv import read_metrics
 
     step = read_checkpoint(path)["global_step"]

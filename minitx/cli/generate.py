@@ -83,7 +83,7 @@ def _generate(config: GenerateConfig) -> None:
     with importing():
         import torch
 
-        from minitx.training.checkpoints import place
+        from minitx.training.checkpoints import move_to_device
 
     stored = open_stored(config.checkpoint, trust=config.trust)
     tokenizer, shape, kind = stored.tokenizer, stored.net.config, stored.net.shape.architecture
@@ -96,7 +96,7 @@ def _generate(config: GenerateConfig) -> None:
             f"ckpt_path={config.ckpt_path} contains no tokenizer, so it cannot read a prompt: "
             "train with data=text, or with Task(tokenizer=...)"
         )
-    model = place(stored.net.writer(tokenizer.vocab_size, stored.path), config.device)
+    model = move_to_device(stored.net.writer(tokenizer.vocab_size, stored.path), config.device)
     first_id = stored.state.get("first_id")
     bos_id = shape.bos_id if shape is not None and kind == "decoder" else None  # for an empty prompt
     context = stored.net.context_of(stored.nodes["data"]) if config.context is None else config.context

@@ -249,7 +249,7 @@ def _model_traces(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[
 
 def _steps(files: dict[str, list[str]]) -> dict[str, int]:
     """Return the steps of all checkpoints, and sort the lists of checkpoints by step."""
-    from minitx.training.checkpoints import read_checkpoint
+    from minitx.training.checkpoint_files import read_checkpoint
 
     steps: dict[str, int] = {}
     for name, listed in files.items():
@@ -264,13 +264,13 @@ def _open(config: ViewConfig, name: str, file: str) -> tuple[Any, Any, Stored | 
     """Return a model, its tokenizer, and the contents of its checkpoint (None for a Hugging Face folder)."""
     from minitx.cli.command_line import open_stored
     from minitx.cli.inputs import open_hf, with_attention
-    from minitx.training.checkpoints import place
+    from minitx.training.checkpoints import move_to_device
 
     if config.model:
         model, tokenizer = open_hf(file, name)
-        return place(model, config.device), tokenizer, None
+        return move_to_device(model, config.device), tokenizer, None
     stored = open_stored(file, trust=config.trust)
-    return place(with_attention(stored), config.device), stored.tokenizer, stored
+    return move_to_device(with_attention(stored), config.device), stored.tokenizer, stored
 
 
 def _inputs(config: ViewConfig, model: Any, tokenizer: Any, stored: Stored | None) -> tuple[list[RowInputs], str]:

@@ -337,6 +337,8 @@ def read_text(path: str | None, start: int = 0, stop: int | None = None) -> Iter
     for piece in _pieces_of_file(path):
         yield piece[max(start, 0) : stop]
         start, stop = start - len(piece), None if stop is None else max(stop - len(piece), 0)
+        if stop == 0:
+            return
 
 
 def _pieces_of_file(path: str | None) -> Iterator[str]:

@@ -74,16 +74,17 @@ def generate(
     [torch.Size([4]), torch.Size([4])]
     """
     sampler = Sampler() if sampler is None else sampler
-    reader = Reader(model, input_ids, key_mask, decoder_input_ids, max_new_tokens, stop, context, use_cache)
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop": stop, "context": context, "use_cache": use_cache}
+    reader = Reader(model, input_ids, key_mask=key_mask, decoder_input_ids=decoder_input_ids, **options)
     max_new_tokens = reader.max_new_tokens
     uniforms = row_uniforms(len(input_ids), max_new_tokens, generator) if sampler.temperature > 0.0 else None
     answers: list[list[int]] = [[] for _ in input_ids]
     is_open = [True] * len(input_ids)
     for step in range(max_new_tokens):
         numbers = None if uniforms is None else uniforms[:, step]
-        tokens, ids, is_finite = sampler.choose_and_read(reader.logits, reader.seen, numbers, reader.is_finite)
-        check_finite(is_finite)
-        for row, token in enumerate(ids):
+        tokens, ids, is_finite = sampler.choose(reader.logits, reader.seen, numbers, reader.is_finite)
+        check_finite(bool(is_finite))
+        for row, token in enumerate(ids.tolist()):
             is_open[row] = is_open[row] and token not in reader.stop
             if is_open[row]:  # a finished row stays in the batch, but its tokens are not used
                 answers[row].append(token)
@@ -151,7 +152,8 @@ def beam_search(
     if not -10 <= length_penalty <= 10:  # beyond, float32 cannot hold the norm of a long text
         raise ValueError(f"length_penalty={length_penalty} must be a number from -10 to 10")
     sampler = Sampler(repetition_penalty=repetition_penalty)
-    reader = Reader(model, input_ids, key_mask, decoder_input_ids, max_new_tokens, stop, context, use_cache)
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop": stop, "context": context, "use_cache": use_cache}
+    reader = Reader(model, input_ids, key_mask=key_mask, decoder_input_ids=decoder_input_ids, **options)
     (B, V), max_new_tokens = reader.logits.shape, reader.max_new_tokens
     stops = torch.tensor([*reader.stop], dtype=torch.long, device=reader.logits.device)
     scores = reader.logits.new_zeros(B, 1)  # log P of the k texts of each row; k is 1 at first
@@ -215,6 +217,7 @@ class Reader:
         self,
         model: nn.Module,
         input_ids: Tensor,
+        *,
         key_mask: Tensor | None,
         decoder_input_ids: Tensor | None,
         max_new_tokens: int | None,

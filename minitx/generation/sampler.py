@@ -28,8 +28,8 @@ class Sampler:
         ValueError: a number out of range, or ``top_k``, ``top_p`` or ``min_p`` with ``temperature=0``.
 
     >>> logits, nothing = torch.tensor([[2.0, 5.0, 3.0]]), torch.zeros(1, 3, dtype=torch.bool)
-    >>> Sampler().choose(logits, nothing).tolist()
-    [1]
+    >>> Sampler().choose(logits, nothing, None, logits.isfinite().all())
+    (tensor([1]), tensor([1]), tensor(True))
     >>> Sampler(temperature=0.5, top_k=2).filtered(logits, nothing).tolist()
     [[-inf, 0.0, -4.0]]
     """
@@ -59,26 +59,19 @@ class Sampler:
         logits = logits if self.top_p is None else keep_top_p(logits, self.top_p)
         return logits if self.min_p is None else keep_min_p(logits, self.min_p)
 
-    def choose(self, logits: Tensor, seen: Tensor, uniforms: Tensor | None = None) -> Tensor:
-        """Return one id for each row: the most probable, or with ``uniforms`` (B,) a random one (``draw``)."""
-        logits = self.filtered(logits, seen)
-        return logits.argmax(-1) if uniforms is None else draw(logits, uniforms)
+    def choose(self, logits: Tensor, seen: Tensor, uniforms: Tensor | None, is_finite: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Choose one id for each row: the most probable, or with ``uniforms`` (B,) a random one (``draw``).
 
-    def choose_and_read(
-        self, logits: Tensor, seen: Tensor, uniforms: Tensor | None, is_finite: Tensor
-    ) -> tuple[Tensor, list[int], bool]:
-        """Choose as in ``choose``, but wait for the device only once.
-
-        Return the ids on the device, the ids as numbers, and the value of ``is_finite``, a bool on the device.
+        Return the ids on the device, the ids on the host, and ``is_finite``, a bool on the device, on the host: the host waits
+        for the device only once.
         """
         logits = self.filtered(logits, seen)
         if uniforms is None:
             ids = logits.argmax(-1)
-            numbers, finite = to_host((ids, is_finite))
-            return ids, numbers.tolist(), bool(finite)
-        probs, finite = to_host((logits.softmax(dim=-1), is_finite))
-        numbers = draw_of(probs, uniforms)
-        return to_device(numbers, logits.device), numbers.tolist(), bool(finite)
+            return ids, *to_host((ids, is_finite))
+        probs, is_finite = to_host((logits.softmax(dim=-1), is_finite))
+        ids = draw(probs, uniforms)
+        return to_device(ids, logits.device), ids, is_finite
 
 
 def penalise_repeats(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
@@ -151,23 +144,18 @@ def keep_min_p(logits: Tensor, ratio: float) -> Tensor:
     return logits.masked_fill(probs < ratio * probs.amax(dim=-1, keepdim=True), -math.inf)
 
 
-def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw one id for each row from softmax(logits): the first i with p_0 + … + p_i > u.
+def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw one id for each row: the first i with p_0 + … + p_i > u.
 
     The sum is computed on the CPU in float64, so that all devices draw alike.
 
     Args:
-        logits: (B, V).
+        probs: (B, V), on the CPU.
         uniforms: float64 (B,) in [0, 1), on the CPU. One number for each row.
 
-    >>> draw(torch.tensor([[0.5, 0.0, 0.5]]).log().repeat(2, 1), torch.tensor([0.4, 0.5], dtype=torch.float64)).tolist()
+    >>> draw(torch.tensor([[0.5, 0.0, 0.5]]).repeat(2, 1), torch.tensor([0.4, 0.5], dtype=torch.float64)).tolist()
     [0, 2]
     """
-    return to_device(draw_of(logits.softmax(dim=-1).cpu(), uniforms), logits.device)
-
-
-def draw_of(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw as in ``draw``, from probabilities (B, V) on the CPU."""
     mass = probs.double().cumsum(dim=-1)
     return torch.searchsorted(mass, (uniforms * mass[:, -1]).unsqueeze(1), right=True).squeeze(1)
 

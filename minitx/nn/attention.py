@@ -197,12 +197,13 @@ class MultiHeadAttention(nn.Module):
             attn_bias = as_bias(attn_bias)  # the rule with the current table
         source = query if key is None else key
         memory = cache.recall(source) if is_cross and cache is not None else None
+        rotation = position_ids
         if self.rotary is not None and not isinstance(position_ids, Rotation):
             if position_ids is None:
                 start = 0 if cache is None else cache.length
                 position_ids = torch.arange(start, start + query.shape[1], device=query.device).unsqueeze(0)
-            position_ids = self.rotary.rotation(position_ids, query.shape[0], query.shape[1], query.dtype)
-        q, k, v = self.project(query, source if memory is None else None, value, position_ids)
+            rotation = self.rotary.rotation(position_ids, query.shape[0], query.shape[1], query.dtype)
+        q, k, v = self.project(query, source if memory is None else None, value, rotation)
         if memory is not None:
             k, v = memory
         elif cache is not None and not is_cross:

@@ -80,7 +80,8 @@ class Residual(nn.Module):
     * ``sandwich``: x + norm'(f(norm(x))) (Ding et al. 2021, arXiv:2105.13290); ``deepnorm``: norm(α x + f(x)), α =
       ``residual_scale`` (Wang et al. 2022, arXiv:2203.00555)
 
-    Dropout is applied to the sublayer's output, then ``branch`` if there is one, then the sum.
+    Dropout is applied to the sublayer's output, then ``branch`` if there is one, then the sum. A ``Block`` calls ``norm``
+    and ``add`` instead of ``forward``: a subclass changes ``add``, and a hook belongs on the norm.
 
     Args:
         norm: a function that builds one norm. norm_position: one of the four.
@@ -122,11 +123,13 @@ class Residual(nn.Module):
             out = self.dropout(out)
         return out if self.branch is None else self.branch(out)
 
+    def add(self, x: Tensor, out: Tensor) -> Tensor:
+        """Return the residual stream after a sublayer with the output ``out``."""
+        out = self.finish(out)  # first, because the order decides the last bits of gradients
+        return x + out if self.norm_first else self.norm(x * self.residual_scale + out)
+
     def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        if self.norm_first:
-            return x + self.finish(sublayer(self.norm(x)))
-        out = self.finish(sublayer(x))  # first, because the order decides the last bits of gradients
-        return self.norm(x * self.residual_scale + out)
+        return self.add(x, sublayer(self.norm(x) if self.norm_first else x))
 
 
 class Block(nn.Module):
@@ -221,7 +224,7 @@ class Block(nn.Module):
             (self.cross_residual, self.cross_attention, cross),
             (self.feedforward_residual, self.feedforward, {}),
         )
-        for residual, sublayer, arguments in sublayers:  # as in Residual.forward, but with fewer stack frames
+        for residual, sublayer, arguments in sublayers:  # the steps of Residual.forward, with fewer stack frames
             if residual is None:
                 continue
             h = residual.norm(x) if residual.norm_first else x
@@ -230,8 +233,7 @@ class Block(nn.Module):
                 out = out[0]  # an attention may also return its weights
             if self.parallel and residual is self.attention_residual:
                 out = out + self.feedforward(h)
-            out = residual.finish(out)
-            x = x + out if residual.norm_first else residual.norm(x * residual.residual_scale + out)
+            x = residual.add(x, out)
         return x
 
 

@@ -9,6 +9,8 @@ the next pass writes to the same positions.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -178,6 +180,7 @@ class KVCache:
     Args:
         capacity: the largest number of tokens in a row, padding included.
         num_layers: the number of layers of the model.
+        layers: their caches. Default: ``LayerCache(capacity)`` for each.
 
     Attributes:
         length: the number of positions that were read, padding included. It may be set back, to drop the newest positions.
@@ -195,9 +198,9 @@ class KVCache:
     True
     """
 
-    def __init__(self, capacity: int, num_layers: int) -> None:
+    def __init__(self, capacity: int, num_layers: int, layers: Iterable[LayerCache] = ()) -> None:
         _check_count("num_layers", num_layers, "layers")
-        self.layers: tuple[LayerCache, ...] = tuple(LayerCache(capacity) for _ in range(num_layers))
+        self.layers = tuple(layers) or tuple(LayerCache(capacity) for _ in range(num_layers))
         self.capacity, self.length = capacity, 0
         self.key_mask: Tensor | None = None  # (B, length), or longer after a failed pass; None without padding
         self.document_ids: Tensor | None = None

@@ -20,13 +20,8 @@ from torch import Tensor, nn
 
 from minitx.nn.backends import attend
 from minitx.nn.cache import StateCache
-from minitx.nn.functional import (
-    AttentionCall,
-    EfficientAttention,
-    hide_unseen,
-    make_call,
-    reference_attention,
-)
+from minitx.nn.core import EfficientAttention
+from minitx.nn.functional import AttentionCall, hide_unseen, make_call, reference_attention
 from minitx.nn.masks import Mask, simplify
 from minitx.nn.modes import evaluating
 from minitx.nn.precision import full_precision
@@ -34,13 +29,7 @@ from minitx.nn.precision import full_precision
 
 @torch.no_grad()
 def approximation_error(
-    core: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    mask: Mask | None = None,
-    scale: float | None = None,
+    core: nn.Module, query: Tensor, key: Tensor, value: Tensor, *, mask: Mask | None = None, scale: float | None = None
 ) -> dict[str, float | Tensor]:
     """Measure the error of ``core`` against exact softmax attention on these inputs.
 

@@ -164,7 +164,7 @@ def fold_scale(
         raise ValueError(f"{type(model).__name__} contains no attention layer with a scale")
     if others:
         _fold_adopted(model, others, to, factor, inputs)
-        _replace_scales(model, {}, {}, to, factor)
+        _update_configs(model, to, factor)
         return model
     return fold_ours(model, to, factor)
 
@@ -315,6 +315,11 @@ def _replace_scales(
 ) -> None:
     for name, layer in layers.items():
         layer.scale = new[name]
+    _update_configs(model, to, factor)
+
+
+def _update_configs(model: nn.Module, to: str | float, factor: float) -> None:
+    """Set the new scale in the configs of the models of minitx in ``model``."""
     for module in model.modules():
         config = getattr(module, "config", None)
         if isinstance(config, TransformerConfig):

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from minitx.nn.attention import MultiHeadAttention
+from minitx.nn.core import EfficientAttention
 from minitx.nn.feedforward import FeedForward
-from minitx.nn.functional import EfficientAttention
 from minitx.nn.positions import LearnedPositions
 
 

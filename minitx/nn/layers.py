@@ -1,11 +1,13 @@
-"""Functions that build the parts of a model from a ``TransformerConfig``."""
+"""The parts of a model, built from a ``TransformerConfig``."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitx.config import TransformerConfig
@@ -14,6 +16,7 @@ from minitx.nn.attention import DotProductAttention, MultiHeadAttention
 from minitx.nn.bias import ALiBi, Bias, T5RelativeBias
 from minitx.nn.blocks import Block, LayerScale, StochasticDepth
 from minitx.nn.feedforward import ACTIVATIONS, FeedForward
+from minitx.nn.functional import require_tensor
 from minitx.nn.norms import QKNorm, make_norm
 from minitx.nn.positions import (
     ID_DTYPES,
@@ -38,11 +41,8 @@ class Embeddings(nn.Module):
         self.token = nn.Embedding(config.vocab_size, config.embed_dim) if token is None else token
         self.gain = config.embed_dim**0.5 if config.scale_embeddings else None
         self.token_type = nn.Embedding(config.type_vocab_size, config.embed_dim) if config.type_vocab_size else None
-        self.position: nn.Module | None = None
-        if config.position == "learned":
-            self.position = LearnedPositions(config.max_len + config.position_offset, config.embed_dim)
-        elif config.position == "sinusoidal":
-            self.position = SinusoidalPositions(config.embed_dim)
+        embedding = POSITIONS[config.position].embedding
+        self.position = None if embedding is None else embedding(config)
         self.offset = config.position_offset
         self.norm = make_norm(config.norm, config.embed_dim, config.norm_eps) if config.embed_norm else None
         self.dropout = nn.Dropout(config.dropout) if config.dropout != 0.0 else None
@@ -71,6 +71,65 @@ class Embeddings(nn.Module):
         return x if self.dropout is None else self.dropout(x)
 
 
+class PatchEmbeddings(nn.Module):
+    """Embed the patches of images: (B, C, h, w) to (B, tokens, E). The class token comes first. Positions are added."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        for name in ("image_size", "num_channels"):
+            if getattr(config, name) is None:
+                raise ValueError(f"{name}=None: VisionTransformer needs {name}")
+        assert config.image_size is not None and config.num_channels is not None
+        E = config.embed_dim
+        P = config.patch_size
+        self.num_channels = config.num_channels
+        self.patch_size = P
+        self.side = config.image_size // P
+        self.num_class_tokens = config.num_class_tokens
+        self.num_tokens = self.side**2 + self.num_class_tokens
+        self.patch_proj = nn.Linear(self.num_channels * P * P, E)
+        self.class_token = nn.Parameter(torch.zeros(1, 1, E)) if self.num_class_tokens else None
+        self.position = nn.Embedding(self.num_tokens, E) if config.position == "learned" else None
+        self.norm = make_norm(config.norm, E, config.norm_eps) if config.embed_norm else None
+        self.dropout = nn.Dropout(config.dropout)
+
+    def reset_parameters(self) -> None:
+        """Set the class token to zero."""
+        if self.class_token is not None:
+            nn.init.zeros_(self.class_token)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        require_tensor("pixel_values", pixel_values)
+        P = self.patch_size
+        shape = tuple(pixel_values.shape)
+        if len(shape) != 4 or shape[1] != self.num_channels or shape[2] % P or shape[3] % P or 0 in shape:
+            raise ValueError(
+                f"pixel_values must have shape (B, {self.num_channels}, h, w) with h and w multiples of patch_size={P}, got {shape}"
+            )
+        if not pixel_values.is_floating_point():
+            raise TypeError(f"pixel_values must be floating-point, got {pixel_values.dtype}")
+        grid = shape[2] // P, shape[3] // P
+        patches = pixel_values.unfold(2, P, P).unfold(3, P, P)  # (B, C, rows, columns, P, P)
+        x = self.patch_proj(patches.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2))  # (B, rows * columns, E)
+        if self.class_token is not None:
+            x = torch.cat((self.class_token.expand(shape[0], -1, -1), x), dim=1)
+        if self.position is not None:
+            x = x + self.positions(*grid)
+        return self.dropout(x if self.norm is None else self.norm(x))
+
+    def positions(self, rows: int, columns: int) -> Tensor:
+        """Return the position table (tokens, E), with bicubic interpolation for a grid of another size."""
+        assert self.position is not None
+        table = self.position.weight
+        n = self.num_class_tokens
+        if (rows, columns) == (self.side, self.side):
+            return table
+        square = table[n:].T.view(1, -1, self.side, self.side)
+        high = square.to(torch.promote_types(square.dtype, torch.float32))
+        resized = F.interpolate(high, size=(rows, columns), mode="bicubic", align_corners=False).to(table.dtype)
+        return torch.cat((table[:n], resized[0].flatten(1).T))
+
+
 def build_attention(config: TransformerConfig, layer: int = 0, *, rotary: bool = True) -> MultiHeadAttention:
     """Build the attention of block number ``layer``. Cross-attention has ``rotary=False``.
 
@@ -88,7 +147,7 @@ def build_attention(config: TransformerConfig, layer: int = 0, *, rotary: bool =
         "softcap": config.softcap,
         "scale": scale,
         "qk_norm": QKNorm(config.qk_norm, D, num_kv_heads=config.kv_heads, eps=config.qk_norm_eps) if config.qk_norm else None,
-        "rotary": build_rotary(config, layer) if rotary and config.position == "rotary" else None,
+        "rotary": build_rotary(config, layer) if rotary and POSITIONS[config.position].rotary else None,
         "sinks": config.sinks,
     }
     part: Any = config.attention
@@ -100,6 +159,29 @@ def build_attention(config: TransformerConfig, layer: int = 0, *, rotary: bool =
     if "layer" in part.names:
         options["layer"] = layer
     return replace(part, is_partial=True).build()(*sizes, **options)
+
+
+class Pool(nn.Module):
+    """Pool (B, L, E) to (B, E): take the first real token or the mean of the real tokens, then apply BERT's tanh layer."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.pooling = config.pooling
+        # the mean of an image leaves out class tokens
+        self.start = config.num_class_tokens if config.architecture == "vision" and config.pooling == "mean" else 0
+        self.dense = nn.Linear(config.embed_dim, config.embed_dim) if config.has_pooler else None
+
+    def forward(self, hidden: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        hidden = hidden[:, self.start :]
+        if key_mask is None:
+            pooled = hidden[:, 0] if self.pooling == "first" else hidden.mean(1)
+        elif self.pooling == "first":
+            first = key_mask.int().argmax(-1)  # not 0 in a left-padded row
+            pooled = hidden.gather(1, first.view(-1, 1, 1).expand(-1, 1, hidden.shape[-1]))[:, 0]
+        else:
+            real = key_mask.unsqueeze(-1)
+            pooled = hidden.masked_fill(~real, 0.0).sum(1) / real.sum(1).clamp(min=1)
+        return pooled if self.dense is None else torch.tanh(self.dense(pooled))
 
 
 class CappedHead(nn.Linear):
@@ -183,22 +265,39 @@ def build_rotary(config: TransformerConfig, layer: int = 0) -> Rotary:
 
 def build_bias(config: TransformerConfig, *, decoder: bool) -> Bias | None:
     """Build the position bias on the scores, shared by all layers as in T5, or return None."""
-    if config.position == "alibi":
-        return ALiBi(config.num_heads)
-    if config.position != "t5":
-        return None
+    bias = POSITIONS[config.position].bias
+    return None if bias is None else bias(config, decoder)
+
+
+def _build_t5(config: TransformerConfig, decoder: bool) -> Bias:
     sizes = {"num_buckets": config.num_buckets, "max_distance": config.max_distance}
     return T5RelativeBias(config.num_heads, bidirectional=not decoder, **sizes)
 
 
-def build_block(
-    config: TransformerConfig,
-    layer: int,
-    num_layers: int,
-    *,
-    causal: bool,
-    cross: bool = False,
-) -> Block:
+class Position(NamedTuple):
+    """What a word of ``config.position`` adds to a model."""
+
+    embedding: Callable[[TransformerConfig], nn.Module] | None = None
+    bias: Callable[[TransformerConfig, bool], Bias] | None = None
+    rotary: bool = False
+
+    @property
+    def reads_ids(self) -> bool:
+        """Whether ``position_ids`` have an effect."""
+        return self.rotary or self.embedding is not None
+
+
+POSITIONS = {
+    "learned": Position(lambda config: LearnedPositions(config.max_len + config.position_offset, config.embed_dim)),
+    "sinusoidal": Position(lambda config: SinusoidalPositions(config.embed_dim)),
+    "rotary": Position(rotary=True),
+    "alibi": Position(bias=lambda config, decoder: ALiBi(config.num_heads)),
+    "t5": Position(bias=_build_t5),
+    "none": Position(),
+}
+
+
+def build_block(config: TransformerConfig, layer: int, num_layers: int, *, causal: bool, cross: bool = False) -> Block:
     """Build block number ``layer`` of ``num_layers``. Later blocks have a higher probability of stochastic depth."""
     drop = config.stochastic_depth * (layer + 1) / num_layers  # Huang et al. 2016, eq. 4
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitx.config import TransformerConfig
@@ -17,7 +16,7 @@ from minitx.nn.blocks import run_checkpointed
 from minitx.nn.cache import KVCache, LayerCache
 from minitx.nn.functional import require_tensor
 from minitx.nn.init import init_weights
-from minitx.nn.layers import Embeddings, build_bias, build_block, build_head, init_gains
+from minitx.nn.layers import POSITIONS, Embeddings, PatchEmbeddings, Pool, build_bias, build_block, build_head, init_gains
 from minitx.nn.masks import Causal, Documents, Mask, Padding, SlidingWindow, as_mask, intersect, require_bool
 from minitx.nn.norms import make_norm
 from minitx.nn.positions import ID_DTYPES, Rotary, Rotation, position_ids_from
@@ -53,14 +52,7 @@ class TransformerModel(nn.Module):
     architecture: ClassVar[str | None] = None
     """The ``config.architecture`` that a model needs; ``build_model`` finds the class by it. None: any."""
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        embeddings: nn.Module,
-        *,
-        causal: bool = False,
-        cross: bool = False,
-    ) -> None:
+    def __init__(self, config: TransformerConfig, embeddings: nn.Module, *, causal: bool = False, cross: bool = False) -> None:
         super().__init__()
         if self.architecture not in (None, config.architecture):
             name = type(self).__name__
@@ -121,9 +113,7 @@ class TransformerModel(nn.Module):
         for block, window in zip(self.blocks, self.windows, strict=True):
             make = getattr(block.attention, "make_cache", None)  # a user's attention may lack it
             layers.append(LayerCache(capacity) if make is None else make(capacity, window))
-        cache = KVCache(capacity, len(layers))
-        cache.layers = tuple(layers)
-        return cache
+        return KVCache(capacity, len(layers), layers)
 
     def _init_weights(self, generator: torch.Generator | None, part: nn.Module | None = None) -> None:
         """Initialise ``part``, by default the whole model, for the depth of this stack of blocks."""
@@ -150,8 +140,8 @@ class TransformerModel(nn.Module):
     ) -> tuple[Tensor, Shared]:
         """Return the input of the first block, x (B, L, E), and the masks and positions of all blocks."""
         require_tensor(name, input_ids)
-        described = {"token_type_ids": token_type_ids, "position_ids": position_ids, "document_ids": document_ids}
-        for argument, ids in described.items():
+        by_name = {"token_type_ids": token_type_ids, "position_ids": position_ids, "document_ids": document_ids}
+        for argument, ids in by_name.items():
             if ids is not None:
                 require_tensor(argument, ids)
         if not (cache is None or isinstance(cache, KVCache)):
@@ -199,8 +189,6 @@ class TransformerModel(nn.Module):
 
     def _positions(self, position_ids: Tensor, x: Tensor) -> list[Tensor | Rotation | None]:
         """Return each layer's positions. Rotary layers of the same sizes share their angles; layers of a subclass do not."""
-        if self.config.position != "rotary":
-            return [position_ids] * len(self.blocks)
         by_kind: dict[Any, Rotation] = {}
         positions: list[Tensor | Rotation | None] = []
         for block in self.blocks:
@@ -237,7 +225,7 @@ class TransformerModel(nn.Module):
             raise ValueError(f"{name} must have at least one row and one token, got shape {tuple(input_ids.shape)}")
         config = self.config
         L = input_ids.shape[1]
-        if position_ids is not None and config.position in ("alibi", "t5", "none"):
+        if position_ids is not None and not POSITIONS[config.position].reads_ids:
             raise ValueError(f"position_ids have no effect with position={config.position}")
         if config.position == "learned" and counted and config.max_len < past + L:
             before = f" after {past} in the cache" if past else ""
@@ -309,8 +297,8 @@ class DecoderLM(TransformerModel):
         Raises:
             ValueError: inputs whose shapes do not fit, ids outside a table, or more tokens than the cache or ``max_len`` allows.
         """
-        options = {"key_mask": key_mask, "token_type_ids": token_type_ids, "position_ids": position_ids}
-        x, shared = self._embed(input_ids, document_ids=document_ids, mask=mask, cache=cache, **options)  # type: ignore[arg-type]
+        ids: dict[str, Any] = {"token_type_ids": token_type_ids, "position_ids": position_ids, "document_ids": document_ids}
+        x, shared = self._embed(input_ids, **ids, key_mask=key_mask, mask=mask, cache=cache)
         hidden = self._run(x, shared, cache=cache)
         return hidden if return_hidden else self.head(hidden)
 
@@ -362,35 +350,12 @@ class Encoder(TransformerModel):
         With ``return_hidden``, return the input of ``self.head``: (B, E) for ``head=sequence``, else (B, L, E). With ``head=none``
         and a pooler, ``model.pool(hidden, key_mask)`` (B, E) is the pooled vector.
         """
-        options = {"key_mask": key_mask, "token_type_ids": token_type_ids, "position_ids": position_ids}
-        x, shared = self._embed(input_ids, document_ids=document_ids, mask=mask, **options)  # type: ignore[arg-type]
+        ids: dict[str, Any] = {"token_type_ids": token_type_ids, "position_ids": position_ids, "document_ids": document_ids}
+        x, shared = self._embed(input_ids, **ids, key_mask=key_mask, mask=mask)
         hidden = self._run(x, shared)
         if self.config.head == "sequence":
             hidden = self.pool(hidden, key_mask)  # type: ignore[misc]
         return hidden if return_hidden else self.head(hidden)
-
-
-class Pool(nn.Module):
-    """Pool (B, L, E) to (B, E): take the first real token or the mean of the real tokens, then apply BERT's tanh layer."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        self.pooling = config.pooling
-        # the mean of an image leaves out class tokens
-        self.start = config.num_class_tokens if config.architecture == "vision" and config.pooling == "mean" else 0
-        self.dense = nn.Linear(config.embed_dim, config.embed_dim) if config.has_pooler else None
-
-    def forward(self, hidden: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        hidden = hidden[:, self.start :]
-        if key_mask is None:
-            pooled = hidden[:, 0] if self.pooling == "first" else hidden.mean(1)
-        elif self.pooling == "first":
-            first = key_mask.int().argmax(-1)  # not 0 in a left-padded row
-            pooled = hidden.gather(1, first.view(-1, 1, 1).expand(-1, 1, hidden.shape[-1]))[:, 0]
-        else:
-            real = key_mask.unsqueeze(-1)
-            pooled = hidden.masked_fill(~real, 0.0).sum(1) / real.sum(1).clamp(min=1)
-        return pooled if self.dense is None else torch.tanh(self.dense(pooled))
 
 
 class VisionTransformer(TransformerModel):
@@ -438,65 +403,6 @@ class VisionTransformer(TransformerModel):
         if self.config.head == "sequence":
             hidden = self.pool(hidden)  # type: ignore[misc]
         return hidden if return_hidden else self.head(hidden)
-
-
-class PatchEmbeddings(nn.Module):
-    """Embed the patches of images: (B, C, h, w) to (B, tokens, E). The class token comes first. Positions are added."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        for name in ("image_size", "num_channels"):
-            if getattr(config, name) is None:
-                raise ValueError(f"{name}=None: VisionTransformer needs {name}")
-        assert config.image_size is not None and config.num_channels is not None
-        E = config.embed_dim
-        P = config.patch_size
-        self.num_channels = config.num_channels
-        self.patch_size = P
-        self.side = config.image_size // P
-        self.num_class_tokens = config.num_class_tokens
-        self.num_tokens = self.side**2 + self.num_class_tokens
-        self.patch_proj = nn.Linear(self.num_channels * P * P, E)
-        self.class_token = nn.Parameter(torch.zeros(1, 1, E)) if self.num_class_tokens else None
-        self.position = nn.Embedding(self.num_tokens, E) if config.position == "learned" else None
-        self.norm = make_norm(config.norm, E, config.norm_eps) if config.embed_norm else None
-        self.dropout = nn.Dropout(config.dropout)
-
-    def reset_parameters(self) -> None:
-        """Set the class token to zero."""
-        if self.class_token is not None:
-            nn.init.zeros_(self.class_token)
-
-    def forward(self, pixel_values: Tensor) -> Tensor:
-        require_tensor("pixel_values", pixel_values)
-        P = self.patch_size
-        shape = tuple(pixel_values.shape)
-        if len(shape) != 4 or shape[1] != self.num_channels or shape[2] % P or shape[3] % P or 0 in shape:
-            raise ValueError(
-                f"pixel_values must have shape (B, {self.num_channels}, h, w) with h and w multiples of patch_size={P}, got {shape}"
-            )
-        if not pixel_values.is_floating_point():
-            raise TypeError(f"pixel_values must be floating-point, got {pixel_values.dtype}")
-        grid = shape[2] // P, shape[3] // P
-        patches = pixel_values.unfold(2, P, P).unfold(3, P, P)  # (B, C, rows, columns, P, P)
-        x = self.patch_proj(patches.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2))  # (B, rows * columns, E)
-        if self.class_token is not None:
-            x = torch.cat((self.class_token.expand(shape[0], -1, -1), x), dim=1)
-        if self.position is not None:
-            x = x + self.positions(*grid)
-        return self.dropout(x if self.norm is None else self.norm(x))
-
-    def positions(self, rows: int, columns: int) -> Tensor:
-        """Return the position table (tokens, E), with bicubic interpolation for a grid of another size."""
-        assert self.position is not None
-        table = self.position.weight
-        n = self.num_class_tokens
-        if (rows, columns) == (self.side, self.side):
-            return table
-        square = table[n:].T.view(1, -1, self.side, self.side)
-        high = square.to(torch.promote_types(square.dtype, torch.float32))
-        resized = F.interpolate(high, size=(rows, columns), mode="bicubic", align_corners=False).to(table.dtype)
-        return torch.cat((table[:n], resized[0].flatten(1).T))
 
 
 class EncoderDecoder(TransformerModel):
@@ -571,8 +477,7 @@ class EncoderDecoder(TransformerModel):
         if memory.dim() != 3 or memory.shape[0] != decoder_input_ids.shape[0]:
             expected = f"(B, S, E) = ({decoder_input_ids.shape[0]}, S, {self.config.embed_dim})"
             raise ValueError(f"memory must have shape {expected}, got {tuple(memory.shape)}")
-        options = {"key_mask": decoder_key_mask, "mask": mask, "cache": cache, "name": "decoder_input_ids"}
-        x, shared = self._embed(decoder_input_ids, **options)  # type: ignore[arg-type]
+        x, shared = self._embed(decoder_input_ids, key_mask=decoder_key_mask, mask=mask, cache=cache, name="decoder_input_ids")
         memory_mask = None if key_mask is None else Padding(key_mask)
         hidden = self._run(x, shared, cache=cache, memory=memory, memory_mask=memory_mask)
         return hidden if return_hidden else self.head(hidden)

@@ -1,4 +1,4 @@
-"""Callbacks of a run: rows of ``metrics.csv``, progress, checkpoints, and stopping by a signal or a metric."""
+"""Callbacks of a run: progress, checkpoints, averages, and stopping by a signal or a metric. ``step_log`` logs ``metrics.csv``."""
 
 from __future__ import annotations
 
@@ -21,196 +21,14 @@ from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from minitx.config import ConfigError, TrainerConfig, TransformerConfig
-from minitx.nn.precision import widest_float
-from minitx.nn.transfer import to_host
+from minitx.config import ConfigError, TrainerConfig
 from minitx.training import StoppedError, stop_signals
-from minitx.training.devices import largest_of_all, memory_mb, peak_tflops, sum_over_rows
-from minitx.training.loggers import unit_of
-from minitx.training.metrics_csv import MetricsFile
-from minitx.training.module import NonFiniteError, TrainingModule
+from minitx.training.module import TrainingModule
+from minitx.training.processes import largest_of_all
+from minitx.training.step_log import StepCallback, StepLog, step_means
 from minitx.training.window import Window
 
 log = logging.getLogger(__name__)
-
-
-class StepCallback(L.Callback):
-    """Call ``on_step`` after each optimizer step, with the number of updates so far.
-
-    On an accelerator, the update of this step may have been skipped. A callback that writes results of a step must therefore
-    first call ``module.raise_if_nonfinite()``, in all processes.
-    """
-
-    _steps_before = 0
-
-    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        self._steps_before = trainer.global_step
-
-    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step > self._steps_before:
-            self.on_step(trainer, module, trainer.global_step, batch)
-
-    def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
-        """Handle update ``step``, counted from 1."""
-        raise NotImplementedError
-
-
-class StepLog(StepCallback):
-    """Log a row of ``metrics.csv`` every ``log_every`` steps. On accelerators, training waits for the device only here.
-
-    ``lr`` is the current learning rate of parameters without a rule. ``tokens`` is the number of targets so far.
-    ``tokens_per_second`` and ``mfu`` cover the steps since the last row, without validation. ``mfu`` is the number of training
-    FLOPs of this device (``train_flops``, padding included) per second, divided by its peak. Frozen weights are counted as if
-    they were trained, although their gradients are not computed (LoRA).
-
-    Args:
-        log_every: steps between rows. The first and the last step always have a row, even if a run is stopped early.
-        model: the config of one of our models, for ``mfu``. None: ``mfu`` is not logged.
-        peak: the peak speed of the device in TFLOP/s. None: taken from ``PEAK_TFLOPS`` by the name of the device; if it is
-            unknown, ``mfu`` is not logged.
-    """
-
-    def __init__(self, log_every: int, model: TransformerConfig | None = None, peak: float | None = None) -> None:
-        self.log_every, self.model, self.peak = log_every, model, peak
-        self.row: dict[str, float] = {}  # the last row, for progress
-        self.unit = "tokens"
-        self.tokens: Any = 0  # on the device between rows, because the number of targets differs between steps
-        self.started = self._mark = self._paused = 0.0
-        self._flops, self._lr, self._tokens_then = 0.0, 0.0, 0
-        self._open: int | None = None  # the last step, if it has no row yet
-        self._has_reported_empty = False
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"tokens": int(self.tokens)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.tokens = self._tokens_then = state_dict["tokens"]
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        check_processes(trainer)
-        for logger in trainer.loggers if stage == "fit" else ():
-            if isinstance(logger, MetricsFile):
-                logger.begin()
-
-    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self.started = self._mark = time.perf_counter()
-        self.peak = self.peak or peak_tflops(module.device)
-
-    def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: torch.optim.Optimizer) -> None:
-        groups = optimizer.param_groups
-        peak = optimizer.defaults.get("lr")
-        self._lr = next((group for group in groups if group.get("initial_lr") == peak), groups[0])["lr"]
-
-    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self.model is not None and self.peak:
-            self._flops += batch_flops(self.model, batch)
-        super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
-
-    def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
-        self.tokens = self.tokens + module.step_targets
-        self._open, self.unit = step, unit_of(batch["labels"])
-        if step % self.log_every == 0 or step in (1, trainer.max_steps):
-            self._write(trainer, module, step)
-            _publish(trainer, self.row)
-
-    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
-        if self._open is not None:  # the run was stopped before max_steps
-            self._write(trainer, module, self._open)
-
-    def on_exception(self, trainer: L.Trainer, module: Any, exception: BaseException) -> None:
-        if isinstance(exception, StoppedError) and trainer.should_stop:  # by a signal in its last step
-            self.on_train_end(trainer, module)
-
-    def _write(self, trainer: L.Trainer, module: TrainingModule, step: int) -> None:
-        self._open = None
-        on_device = summed(trainer, module), module.latch.step, self.tokens, module.grad_norm
-        sums, bad_step, tokens, grad_norm = to_host(on_device)  # the only wait for the device
-        if module.device.type != "cpu":
-            module.latch.note(int(bad_step))
-            module.raise_if_nonfinite()
-        if not sums[1] and not self._has_reported_empty:
-            log.warning("step %d has no loss: none of its labels counts", step)
-            self._has_reported_empty = True
-        means = means_of(sums, trainer, module)
-        if trainer.world_size > 1 and not math.isfinite(means["train_loss"]):
-            raise NonFiniteError(step - 1, means["train_loss"], float(grad_norm))
-        self.tokens = int(tokens)
-        now = time.perf_counter()
-        self.row = {
-            **means,
-            "lr": self._lr,
-            "grad_norm": float(grad_norm),
-            "tokens": self.tokens,
-            "seconds": now - self.started,
-            "tokens_per_second": (self.tokens - self._tokens_then) / (now - self._mark),
-            "memory_mb": memory_mb(module.device),
-        }
-        self.row |= {"mfu": self._flops / (now - self._mark) / (1e12 * self.peak)} if self._flops and self.peak else {}
-        self._mark, self._tokens_then, self._flops = now, self.tokens, 0.0
-        for logger in trainer.loggers:
-            logger.log_metrics(self.row, step)
-
-    def on_validation_start(self, trainer: L.Trainer, module: Any) -> None:
-        self._paused = time.perf_counter()
-        if self._open is not None:  # monitored metrics must not depend on log_every
-            _publish(trainer, _named(summed(trainer, module).unbind(), trainer, module))  # on the device, without a wait
-
-    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self._mark += time.perf_counter() - self._paused
-        if trainer.sanity_checking:
-            return
-        values = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val_")}
-        for logger in trainer.loggers:
-            logger.log_metrics(values, trainer.global_step)
-
-
-def _publish(trainer: L.Trainer, values: Mapping[str, Any]) -> None:
-    """Make metrics visible to other callbacks, such as EarlyStopping, without the cost of ``self.log`` in every later step."""
-    kind = torch.get_default_dtype()
-    trainer.callback_metrics.update({name: torch.as_tensor(value, dtype=kind) for name, value in values.items()})
-
-
-def batch_flops(model: TransformerConfig, batch: dict[str, Tensor]) -> float:
-    """Return the training FLOPs of one micro-batch of one of our models, padding included."""
-    from minitx.nn.counting import train_flops  # only a device of known peak needs it
-
-    if not isinstance(model.attention, str):
-        return 0.0  # custom cores have no FLOP count
-    if model.architecture == "vision":
-        return len(batch["pixel_values"]) * train_flops(model)
-    rows, length = batch["input_ids"].shape
-    target = batch["decoder_input_ids"].shape[1] if model.architecture == "encoder_decoder" else None
-    return rows * train_flops(model, length, target)
-
-
-def step_means(trainer: L.Trainer, module: TrainingModule) -> dict[str, float]:
-    """Return ``train_loss``, ``train_accuracy`` (if the objective counts correct answers) and the means of other sums.
-
-    The means are over the whole step, on all processes. This is a collective operation, and waits for the device.
-    """
-    return means_of(summed(trainer, module), trainer, module)
-
-
-def summed(trainer: L.Trainer, module: TrainingModule) -> Tensor:
-    """Return loss, targets and the other sums of the step over all processes, on the device. This is a collective operation."""
-    wide = widest_float(module.device)
-    device = torch.as_tensor(module.step_loss).device
-    local = [module.step_loss, module.step_targets, *module.step_sums.values()]
-    return sum_over_rows(trainer, torch.stack([torch.as_tensor(value, device=device).to(wide) for value in local]))
-
-
-def means_of(sums: Tensor, trainer: L.Trainer, module: TrainingModule) -> dict[str, float]:
-    """Return the means of a step from the result of ``summed``. This waits for the device, unless the sums are on the CPU."""
-    return _named(sums.tolist(), trainer, module)
-
-
-def _named(sums: Sequence[Any], trainer: L.Trainer, module: TrainingModule) -> dict[str, Any]:
-    """Return the means of a step by name, as numbers or as 0-d tensors."""
-    loss, targets, *others = sums
-    targets = targets / trainer.world_size  # every process has added the global number
-    targets = targets.clamp(min=1) if isinstance(targets, Tensor) else max(targets, 1)
-    names = ("accuracy" if name == "correct" else name for name in module.step_sums)
-    return {"train_loss": loss, **{f"train_{name}": value / targets for name, value in zip(names, others, strict=True)}}
 
 
 class StopAt(StepCallback):
@@ -256,17 +74,6 @@ class StopAt(StepCallback):
     def _stop_if_over(self, trainer: L.Trainer) -> None:
         if self.reached is not None and trainer.global_step >= self.reached + self.extra_steps:
             trainer.should_stop = True
-
-
-def check_processes(trainer: L.Trainer) -> None:
-    """Check conditions that can be checked only once all processes run.
-
-    Raises:
-        ConfigError: the precision differs between machines.
-    """
-    precision = str(trainer.precision)
-    if trainer.strategy.reduce_boolean_decision(trainer.strategy.broadcast(precision) != precision, all=False):
-        raise ConfigError(f"trainer.precision={precision} differs between machines: set trainer.precision=32-true")
 
 
 def check_whole_weights(callbacks: Mapping[str, L.Callback], *, is_sharded: bool) -> None:

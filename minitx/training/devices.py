@@ -1,4 +1,4 @@
-"""The devices of a run: hardware of this machine, faster products on CPUs, and sums over processes. Lightning is not imported."""
+"""The devices of a run: their number, type, name and peak speed, and the settings of this process. Lightning is not imported."""
 
 from __future__ import annotations
 
@@ -6,33 +6,24 @@ import ctypes
 import logging
 import math
 import os
-import re
 import resource
 import sys
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from minitx.config import ConfigError, TrainerConfig
 from minitx.config.schema import check_choice, require
 from minitx.data.task import kept_generators
 from minitx.nn.precision import widest_float
-from minitx.training import kept_environment, local_rank
-
-if TYPE_CHECKING:
-    import lightning.pytorch as L
-    from torch.distributed.tensor import DTensor
+from minitx.training import kept_environment
+from minitx.training.onednn import onednn_products
 
 log = logging.getLogger(__name__)
 
-
-# --- hardware
 
 PEAK_TFLOPS = {
     "B200": 2250.0,
@@ -196,51 +187,10 @@ def memory_mb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
-# --- CPUs: faster matrix products on AMD processors, and reuse of freed memory
+# --- the settings of this process
 
-LARGE = 2**21
-"""Products with at least this number of multiplications use oneDNN. For smaller products, the overhead exceeds the gain."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
-
-_setting: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-
-_active = False
-
-_library: torch.library.Library | None = None
-"""The functions around torch's kernels, while there are any. Each costs a small product 2 µs."""
-
-
-@contextmanager
-def onednn_products(enabled: bool = True) -> Iterator[bool]:
-    """A context that lets oneDNN compute large float32 matrix products on AMD processors with AVX-512. Yields whether it does.
-
-    On a CPU, torch computes float32 products with Intel's MKL. On AMD processors, MKL uses only AVX2. oneDNN is also part of
-    torch, and uses AVX-512. It is about twice as fast on Zen 5, and a tenth faster on Zen 4 (``docs/dev/decisions.md`` has the
-    numbers). The results differ from MKL's by rounding. On other processors, for other dtypes, or if
-    ``torch.backends.mkldnn.matmul.fp32_precision`` is set, this context has no effect.
-
-    torch calls oneDNN for float32 products only if this setting is ``bf16``. This *allows* rounding to bfloat16. Processors
-    without AMX do not round; one product is compared with float64 before the first use. The setting is changed for one product
-    at a time, because it slows down attention on a CPU.
-
-    Args:
-        enabled: whether to use oneDNN. False restores torch's own kernels within another such context.
-
-    >>> with onednn_products() as faster:
-    ...     product = torch.randn(128, 128) @ torch.randn(128, 128)
-    """
-    global _active, _library
-    before, _active = _active, enabled and _is_faster() and _setting.fp32_precision == "none"
-    replaces = _active and _library is None
-    if replaces:
-        _library = _replaced_kernels()
-    try:
-        yield _active
-    finally:
-        _active = before
-        if replaces:
-            _library = None  # the last reference: torch's own kernels are back
 
 
 @cache
@@ -255,62 +205,6 @@ def keep_freed_memory() -> bool:
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and bool(mallopt(_M_TRIM_THRESHOLD, 2**30) and mallopt(_M_MMAP_THRESHOLD, 2**25))
-
-
-@cache
-def _is_faster() -> bool:
-    """Whether MKL is slow on this processor, and oneDNN is equally accurate."""
-    cpuinfo = Path("/proc/cpuinfo")
-    is_amd = cpuinfo.exists() and "AuthenticAMD" in cpuinfo.read_text(errors="replace")
-    has_parts = torch.backends.mkldnn.is_available() and hasattr(torch.library, "get_kernel")
-    return is_amd and has_parts and torch.backends.cpu.get_cpu_capability() == "AVX512" and _is_exact()
-
-
-def _is_exact() -> bool:
-    """Whether oneDNN computes in float32 even if it is allowed to use bfloat16."""
-    generator = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(128, 128, generator=generator) for _ in range(2))
-    exact = left.double() @ right.double()
-    error = (left @ right - exact).abs().max()
-    with _onednn():
-        return bool((left @ right - exact).abs().max() <= 4 * error)
-
-
-@contextmanager
-def _onednn() -> Iterator[None]:
-    _setting.fp32_precision = "bf16"
-    try:
-        yield
-    finally:
-        _setting.fp32_precision = "none"
-
-
-def _replaced_kernels() -> torch.library.Library:
-    """Replace torch's kernels for as long as the result is referred to."""
-    library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch warns that a kernel is replaced
-        for name, first in {"mm": 0, "mm.out": 0, "addmm": 1, "addmm.out": 1}.items():
-            _replace_kernel(library, name, first)
-    return library
-
-
-def _replace_kernel(library: torch.library.Library, name: str, first: int) -> None:
-    """Wrap a kernel of torch. ``first`` and ``first + 1`` are the indices of the two factors among its arguments."""
-    kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
-
-    def product(keys: Any, *args: Any, **options: Any) -> Any:
-        left, right = args[first], args[first + 1]
-        rows = left.shape[0]
-        if not _active or left.dtype is not torch.float32 or rows == 1 or rows * left.shape[1] * right.shape[1] < LARGE:
-            return kernel.call_boxed(keys, *args, **options)
-        _setting.fp32_precision = "bf16"
-        try:
-            return kernel.call_boxed(keys, *args, **options)
-        finally:
-            _setting.fp32_precision = "none"
-
-    library.impl(name, product, "CPU", with_keyset=True)
 
 
 @contextmanager
@@ -334,7 +228,7 @@ def flush_denormal(enabled: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def machine(options: TrainerConfig) -> Iterator[None]:
+def process_settings(options: TrainerConfig) -> Iterator[None]:
     """A context that checks the devices of a run and configures this process for them.
 
     At its end, it restores the settings that a run changes for the whole process: threads, the choice of kernels, random
@@ -365,86 +259,3 @@ def machine(options: TrainerConfig) -> Iterator[None]:
 
 _VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_ORDER", "OMP_NUM_THREADS")
 """Environment variables that Lightning sets, for deterministic kernels, for GPUs and for threads."""
-
-
-# --- several processes
-
-_OF_CLUSTERS = re.compile(r"(SLURM|TORCHELASTIC|JSM|LSB)_.*|(LOCAL_|GROUP_|NODE_)?RANK|(LOCAL_)?WORLD_SIZE")
-
-
-@contextmanager
-def as_one_process() -> Iterator[int]:
-    """A context in which this process of a run knows of no others. Yields the number of this process on its machine.
-
-    The environment variables of torchrun and Slurm are hidden, and Lightning lets this process write files.
-    """
-    from lightning.pytorch.utilities.rank_zero import rank_zero_only
-
-    number, lightning = local_rank(), cast(Any, rank_zero_only)
-    rank = lightning.rank
-    with kept_environment(*filter(_OF_CLUSTERS.fullmatch, os.environ)):
-        for name in filter(_OF_CLUSTERS.fullmatch, [*os.environ]):
-            del os.environ[name]
-        lightning.rank = 0
-        try:
-            yield number
-        finally:
-            lightning.rank = rank
-
-
-def sum_over_rows(trainer: L.Trainer, value: Tensor) -> Tensor:
-    """Return the sum of a value over the rows of all processes, on every process."""
-    if trainer.world_size == 1:
-        return value
-    total = value.clone()  # not trainer.strategy.reduce, whose barrier makes the host wait for the device
-    torch.distributed.all_reduce(total)
-    return total
-
-
-def largest_of_all(trainer: L.Trainer, *numbers: int) -> list[int]:
-    """Return the largest of each number over all processes, on every process. This is a collective operation that waits for the device."""
-    if trainer.world_size == 1:
-        return [*numbers]
-    largest = torch.tensor(numbers, device=trainer.strategy.root_device)
-    torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
-    return largest.tolist()
-
-
-def set_gradient_sync(network: nn.Module, enabled: bool) -> None:
-    """Make FSDP reduce gradients only after the last micro-batch of a step, as in DDP, instead of after every backward pass."""
-    if set_sync := getattr(network, "set_requires_gradient_sync", None):  # an FSDPModule
-        set_sync(enabled)
-
-
-def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Return whether a tensor is a ``DTensor``. The class is not imported, because that takes a second."""
-    return hasattr(tensor, "full_tensor")
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if is_sharded(tensor) else tensor
-
-
-def local_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the local part of each tensor."""
-    return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]
-
-
-def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the norm of all gradients of the whole model, on every process."""
-    return _whole(torch.nn.utils.get_total_norm(gradients))
-
-
-def whole_state(network: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict with unsharded tensors on the CPU. This is a collective operation: all ranks must call it."""
-    state = network.state_dict().items()
-    return {name: _whole(tensor).cpu() for name, tensor in state}
-
-
-def part_of(whole: Tensor, local: Tensor) -> Tensor:
-    """Return this process's shard of ``whole``, with the sharding of ``local``."""
-    if is_sharded(local):
-        from torch.distributed.tensor import distribute_tensor
-
-        return distribute_tensor(whole, local.device_mesh, local.placements, src_data_rank=None)
-    return whole

@@ -30,9 +30,9 @@ from minitx.data.task import Batch, Task, as_split, select_rows
 from minitx.generation import beam_search, generate
 from minitx.generation.decoding import longest_of
 from minitx.nn.modes import evaluating
-from minitx.training.devices import whole_state
 from minitx.training.net import Net, in_own_dtype, network_of
 from minitx.training.objectives import CrossEntropy, Objective, sums_of_rows
+from minitx.training.processes import whole_state
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
@@ -187,8 +187,10 @@ def evaluate(
     net = Net.of(network)
     rows: dict[str, Any] = {"rows": count, "of_rows": source.num_rows, "left_out": [*task.left_out.get(split, ())]}
     with objective_on(_device_of(network), objective), evaluating(network), torch.inference_mode():
-        answers = task.kind == "seq2seq" and len(task.val_examples if split == "val" else task.test_examples) == source.num_rows
-        has_metrics = task.kind in EVALUATED_KINDS and (answers or task.kind != "seq2seq")
+        has_answers = (
+            task.kind == "seq2seq" and len(task.val_examples if split == "val" else task.test_examples) == source.num_rows
+        )
+        has_metrics = task.kind in EVALUATED_KINDS and (has_answers or task.kind != "seq2seq")
         sums = _sums_of_split(net, source, options, objective)
         if not has_metrics or not isinstance(objective, CrossEntropy):
             return Evaluation(_of_sums(**sums), dict(baselines()), **rows)
@@ -204,15 +206,20 @@ def evaluate(
 
 @contextmanager
 def objective_on(device: torch.device, objective: Objective) -> Iterator[None]:
-    """A context that moves the tensors of an objective, such as class weights, to ``device``, and back at its end."""
+    """A context that moves the tensors of an objective, such as class weights, to ``device``. Each is put back at its end."""
     module = objective if isinstance(objective, nn.Module) else nn.Module()
-    before = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+    before = [
+        (owner, name, tensor, tensor.data)
+        for owner in module.modules()
+        for name, tensor in (*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False))
+    ]
     module.to(device)
     try:
         yield
     finally:
-        for place in before:
-            module.to(place)
+        for owner, name, tensor, data in before:
+            tensor.data = data
+            setattr(owner, name, tensor)
 
 
 def _device_of(network: nn.Module) -> torch.device:

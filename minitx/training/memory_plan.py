@@ -24,16 +24,17 @@ from torch.optim.swa_utils import AveragedModel
 from minitx.config import ConfigError, Part, RunConfig, TrainerConfig
 from minitx.config.schema import first_line, require
 from minitx.config.training import LOADING
-from minitx.data.datamodule import DataModule, open_data
+from minitx.data.datamodule import DataModule
 from minitx.data.task import Task, kept_generators
 from minitx.training.callbacks import check_whole_weights
-from minitx.training.checkpoints import load_start
-from minitx.training.devices import check_accelerator, cpu_precision, device_of, local_parts
-from minitx.training.loggers import describe_part
+from minitx.training.devices import check_accelerator, cpu_precision, device_of
+from minitx.training.fit import build_all, log_on_rank_zero
 from minitx.training.net import Net, build_network
-from minitx.training.optimizers import build_optimizer, check_strategy, describe_decay
-from minitx.training.run import build_all, check_evaluation, log_on_rank_zero, with_objects
+from minitx.training.optimizers import build_optimizer, check_strategy, describe_decay, freeze
+from minitx.training.processes import local_parts
+from minitx.training.run import check_evaluation, open_parts, with_objects
 from minitx.training.sharding import layers_of, parallelize
+from minitx.training.summary import describe_part
 from minitx.training.trainer import quiet_lightning
 
 
@@ -51,14 +52,12 @@ def show_plan(
     is_sharded = options.strategy == "sharded"
     count = options.world_size
     with quiet_lightning(), kept_generators(torch.device("cpu")):
-        start = load_start(config.init_from)
-        tokenizer = None if start is None else start.tokenizer_for(config.data)
-        rows = open_data(config.data, options, seed=config.seed, tokenizer=tokenizer)
-        network = build_without_numbers(config.model, rows, options.precision)
+        config, datamodule, network = open_parts(config, build_without_numbers)
         net = Net.of(network)
-        check_evaluation(config, rows.task, net)
-        callbacks = build_all(config.callbacks, "callbacks", L.Callback, folder=Path(), rows=rows, seed=config.seed)
+        check_evaluation(config, datamodule.task, net)
+        callbacks = build_all(config.callbacks, "callbacks", L.Callback, folder=Path(), rows=datamodule, seed=config.seed)
         check_whole_weights(callbacks, is_sharded=is_sharded)
+        freeze(network, config.optimizer)
         decay = describe_decay(build_optimizer(config.optimizer, network, head_dim=net.head_dim), network)
         plan = make_plan(network, config.optimizer, options, [*callbacks.values()])
     processes = f"{count} processes, {'sharded' if is_sharded else 'ddp'}" if count > 1 else "one process"

@@ -28,15 +28,7 @@ from minitx.data.datamodule import DataModule
 from minitx.data.task import Batch, Task, seed_device
 from minitx.nn.precision import widest_float
 from minitx.nn.transfer import to_host
-from minitx.training.checkpoints import network_weights
-from minitx.training.devices import (
-    is_sharded,
-    largest_of_all,
-    local_parts,
-    set_gradient_sync,
-    sum_over_rows,
-    total_norm,
-)
+from minitx.training.checkpoint_files import network_weights
 from minitx.training.net import MASKS, Net
 from minitx.training.objectives import (
     CrossEntropy,
@@ -47,7 +39,8 @@ from minitx.training.objectives import (
     checked_sums,
     validation_sums,
 )
-from minitx.training.optimizers import build_optimizer, check_strategy, keep_dtypes, skips_on_device
+from minitx.training.optimizers import build_optimizer, check_strategy, freeze, keep_dtypes, skips_on_device
+from minitx.training.processes import is_sharded, largest_of_all, local_parts, set_gradient_sync, sum_over_processes, total_norm
 
 log = logging.getLogger(__name__)
 
@@ -324,7 +317,7 @@ class TrainingModule(L.LightningModule):
     def _log_means(self, split: str) -> Sums:
         """Log the means over the rows of a split on all processes, and return them."""
         # on the host, because callbacks read them one by one
-        totals = to_host({name: sum_over_rows(self.trainer, value) for name, value in self._validation.items()})
+        totals = to_host({name: sum_over_processes(self.trainer, value) for name, value in self._validation.items()})
         self._validation = {}
         count = totals.pop("count")
         if not count:
@@ -438,7 +431,8 @@ def build_module(
     def make_schedule(optimizer: torch.optim.Optimizer, steps: int) -> Any:
         return schedule.build(optimizer, max_steps=steps)
 
-    check_strategy(make_optimizer(network), options.strategy)  # its rules freeze weights before the summary and DDP count them
+    freeze(network, optimizer)  # before the summary and DDP count the trained weights
+    check_strategy(make_optimizer(network), options.strategy)  # only a check: training builds its own
     net.check(row, data.task.key_masks.values())
     net.check_documents(row)
     return TrainingModule(network, sums, make_optimizer, make_schedule, options, seed)

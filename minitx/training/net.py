@@ -2,6 +2,9 @@
 
 A ``Net`` calls its network with a batch, and provides its title, sizes, node for a checkpoint, text-generating module, layers
 and head. ``build_network`` builds the network of a run.
+
+Here, the *network* is the module that is trained, and the *model* is inside it: the same module, unless the network is a wrapper of
+``torch.compile`` or PEFT. ``net`` is the ``Net`` of a network.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from minitx.data.task import Batch, Task, seed_device, without_targets
 from minitx.nn.arguments import Arguments
 from minitx.nn.changes import changes_of, hooked_modules
 from minitx.nn.modes import evaluating
+from minitx.nn.positions import position_ids_from
 
 if TYPE_CHECKING:
     from minitx.data.datamodule import DataModule
@@ -350,9 +354,10 @@ class OfTransformers(Net):
         return self._logits(self.network(**self.inputs(batch), **self.options))
 
     def inputs(self, batch: Batch) -> Batch:
-        if self.packs and "document_ids" in batch:
+        ids = batch.get("document_ids") if self.packs else None
+        if ids is not None:
             kept = {name: x for name, x in batch.items() if name not in ("key_mask", "document_ids", "attention_mask")}
-            batch = {**kept, "position_ids": positions_in_documents(batch["document_ids"])}
+            batch = {**kept, "position_ids": position_ids_from(None, ids, ids.shape[1], ids.device)}
         return super().inputs(batch)
 
     def dropped(self, batch: Batch) -> list[str]:
@@ -421,17 +426,6 @@ def _inside(network: Any) -> Any:
         if inner is None:
             return network
         network = inner
-
-
-def positions_in_documents(document_ids: Tensor) -> Tensor:
-    """Return the position of each token within its document, (B, L), for document ids (B, L).
-
-    >>> positions_in_documents(torch.tensor([[4, 4, 4, 5, 5, -1]]))
-    tensor([[0, 1, 2, 0, 1, 0]])
-    """
-    place = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)
-    starts = document_ids.diff(dim=1, prepend=document_ids[:, :1]) != 0
-    return place - torch.where(starts, place, 0).cummax(dim=1).values
 
 
 # --- building the network of a run
@@ -564,7 +558,7 @@ def in_own_dtype(network: nn.Module) -> RemovableHandle:
 
 
 @contextmanager
-def lent(network: nn.Module, precision: str) -> Iterator[None]:
+def prepared_network(network: nn.Module, precision: str) -> Iterator[None]:
     """A context for the run of a network that may be the user's: it converts inputs to its dtype.
 
     Afterwards, this hook is removed, and the same parameters are trainable as before.

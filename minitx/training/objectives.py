@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from typing import Any
@@ -14,8 +13,6 @@ from torch import Tensor, nn
 from minitx.config import IGNORED, ConfigError, Part
 from minitx.config.schema import Count, Share, require
 from minitx.data.task import Batch, counting, num_targets, select_rows
-
-log = logging.getLogger(__name__)
 
 Sums = dict[str, Tensor]
 """0-d sums over the counted targets: ``loss``, and optionally ``correct`` (number of correct answers) and ``nll`` (the
@@ -96,13 +93,7 @@ def cross_entropy(
 
 
 def chunked_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    *,
-    chunk_tokens: int,
-    label_smoothing: float = 0.0,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *, chunk_tokens: int, label_smoothing: float = 0.0
 ) -> Sums:
     """Return ``cross_entropy(hidden @ weight.T + bias, labels)``, with the logits of only ``chunk_tokens`` tokens in memory.
 

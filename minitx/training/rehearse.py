@@ -37,9 +37,11 @@ from minitx.data.datamodule import DataModule
 from minitx.data.task import Batch, Draw, Split, counting, kept_generators, num_targets, select_rows
 from minitx.nn.modes import evaluating
 from minitx.training import StoppedError
-from minitx.training.checkpoints import load_weights, network_weights, read_checkpoint
-from minitx.training.devices import as_one_process, device_of
+from minitx.training.checkpoint_files import load_weights, network_weights, read_checkpoint
+from minitx.training.devices import device_of
+from minitx.training.fit import Run
 from minitx.training.module import FIND_UNUSED, NonFiniteError, TrainingModule, reached_by_gradients, unreached
+from minitx.training.processes import as_one_process
 from minitx.training.trainer import AtomicCheckpointIO
 
 log = logging.getLogger(__name__)
@@ -60,20 +62,20 @@ KNOWN = ("lightning.", "minitx.")
 """Packages whose callbacks take part in the rehearsal."""
 
 
-def rehearse(run: Any) -> None:
-    """Rehearse ``run``, a ``Run``. If a row of data leaves a parameter without a gradient, prepare a run of several processes for it.
+def rehearse(run: Run) -> None:
+    """Rehearse a run. If a row of data leaves a parameter without a gradient, prepare a run of several processes for it.
 
     Raises:
         ConfigError: a step, a validation, a checkpoint or another stage of the run fails, or the results of two rows in one
             batch are not the sums over the single rows. The message begins with the path of the faulty part.
     """
     module, options = run.module, run.module.options
-    rows = run.rows.first_rows(ROWS)
+    rows = run.data.first_rows(ROWS)
     two, is_alone = TwoRows(rows), options.world_size == 1
     with as_one_process() as number:
         device = device_of(options.accelerator, number)
         try:
-            with as_before(module, device), blaming(module, run.callbacks):
+            with restored_afterwards(module, device), naming_faulty_part(module, run.callbacks):
                 compare_rows(module, two.batch, device)
                 reached = [] if is_alone else reached_by_each(module, rows, device)
                 with tempfile.TemporaryDirectory() as folder, reached_by_gradients(module.network) as reached_in_training:
@@ -113,7 +115,7 @@ def prepare_for_unused(module: TrainingModule, reached: Sequence[set[nn.Paramete
         module.options = dataclasses.replace(options, strategy=FIND_UNUSED)
 
 
-def _fit_and_load(run: Any, folder: Path) -> None:
+def _fit_and_load(run: Run, folder: Path) -> None:
     """Fit the run, and load its checkpoint."""
     network = run.module.network
     size = sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
@@ -259,7 +261,7 @@ def _with_noise(network: nn.Module) -> Iterator[None]:
 # --- the run, shortened
 
 
-def shortened(run: Any, two: TwoRows, device: torch.device) -> Any:
+def shortened(run: Run, two: TwoRows, device: torch.device) -> Run:
     """Return the run of the rehearsal: every stage once, on two rows and one device, without the loggers and callbacks of the user.
 
     Those may send or write something.
@@ -284,24 +286,24 @@ def shortened(run: Any, two: TwoRows, device: torch.device) -> Any:
         return module.make_schedule(optimizer, steps or max_steps)
 
     parts = module.network, module.objective, module.make_optimizer, make_schedule
-    place = {"strategy": SingleDeviceStrategy(device), "devices": [device.index] if device.index else 1}
-    short = dataclasses.replace(options, **changes, extra={**options.extra, **place, "limit_test_batches": 1})
-    rows = DataModule(
-        dataclasses.replace(run.rows.task, train=two, bucket=False, baselines=dict),
-        batch_size=min(len(two), max(1, run.rows.batch_size // (options.accumulate * options.world_size))),
+    one_device = {"strategy": SingleDeviceStrategy(device), "devices": [device.index] if device.index else 1}
+    short = dataclasses.replace(options, **changes, extra={**options.extra, **one_device, "limit_test_batches": 1})
+    data = DataModule(
+        dataclasses.replace(run.data.task, train=two, bucket=False, baselines=dict),
+        batch_size=min(len(two), max(1, run.data.batch_size // (options.accumulate * options.world_size))),
         seed=module.seed,
         val_batch_size=2,
     )
     return dataclasses.replace(
         run,
         module=TrainingModule(*parts, short, module.seed),
-        rows=rows,
+        data=data,
         callbacks=callbacks,
         loggers={},
         evaluation=dataclasses.replace(run.evaluation, num_rows=2),
         on_nonfinite="stop",
         ckpt_path=None,
-        done=0,
+        resumed_step=0,
     )
 
 
@@ -337,7 +339,7 @@ def _has_own(parts: Mapping[str, Part | None]) -> bool:
 
 
 @contextmanager
-def blaming(module: TrainingModule, callbacks: Mapping[str, Part | None]) -> Iterator[None]:
+def naming_faulty_part(module: TrainingModule, callbacks: Mapping[str, Part | None]) -> Iterator[None]:
     """A context that turns any error but ``StoppedError`` into a ConfigError whose message begins with the path of the faulty part."""
     try:
         yield
@@ -347,8 +349,8 @@ def blaming(module: TrainingModule, callbacks: Mapping[str, Part | None]) -> Ite
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         path = next(filter(None, (_path_of(frame, module, callbacks) for frame in reversed(frames))), "a step of this run")
         frame = _frame_to_name(frames)
-        place = f"{Path(frame.f_code.co_filename).name}:{_line(error, frame)}"
-        message = f"{path}: fails in the rehearsal of this run: {type(error).__name__}: {first_line(error)} ({place})"
+        line = f"{Path(frame.f_code.co_filename).name}:{_line(error, frame)}"
+        message = f"{path}: fails in the rehearsal of this run: {type(error).__name__}: {first_line(error)} ({line})"
         raise ConfigError(message) from error
 
 
@@ -386,7 +388,7 @@ def _path_of(frame: FrameType, module: TrainingModule, callbacks: Mapping[str, P
 
 
 @contextmanager
-def as_before(module: TrainingModule, device: torch.device) -> Iterator[None]:
+def restored_afterwards(module: TrainingModule, device: torch.device) -> Iterator[None]:
     """A context that restores the network, the objective and the random generators, and logs only errors."""
     level = logging.root.manager.disable
     with ExitStack() as stack:

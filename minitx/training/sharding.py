@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from minitx.config.part import parameter_names
 from minitx.config.schema import require
 from minitx.nn.blocks import is_block
-from minitx.training.checkpoints import read_checkpoint
-from minitx.training.devices import part_of
+from minitx.training.checkpoint_files import read_checkpoint
+from minitx.training.processes import part_of
 
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 

@@ -27,7 +27,7 @@ from minitx.config import ConfigError, TrainerConfig
 from minitx.config.part import parameter_names
 from minitx.config.schema import defaults, first_line
 from minitx.config.training import REPLACED
-from minitx.training.checkpoints import read_checkpoint, write_checkpoint
+from minitx.training.checkpoint_files import read_checkpoint, write_checkpoint
 from minitx.training.devices import cpu_precision, device_of
 from minitx.training.metrics_csv import MetricsFile
 from minitx.training.module import FIND_UNUSED
@@ -51,10 +51,10 @@ def build_trainer(
     folder: Path,
     loggers: Sequence[Any],
     callbacks: Sequence[L.Callback],
-    done: int,
+    resumed_step: int,
     checkpoints: CheckpointIO | None = None,
 ) -> L.Trainer:
-    """Build Lightning's Trainer. It logs to ``metrics.csv`` from row ``done`` on, and to ``loggers``.
+    """Build Lightning's Trainer. It logs to ``metrics.csv`` from row ``resumed_step`` on, and to ``loggers``.
 
     ``TrainingModule`` does its own clipping and logging, and the loaders of ``DataModule`` give each process its own batches.
 
@@ -62,11 +62,11 @@ def build_trainer(
         ConfigError: Lightning does not accept the devices, the strategy, ``trainer.extra``, a plugin or the profiler.
     """
     check_callbacks(callbacks)
-    place = place_of(options)
+    on_devices = device_arguments(options)
     plugins = [part.at(f"trainer.plugins[{i}]").build() for i, part in enumerate(options.plugins)]
-    place["plugins"] += [checkpoints or AtomicCheckpointIO(), *plugins]
+    on_devices["plugins"] += [checkpoints or AtomicCheckpointIO(), *plugins]
     arguments = {
-        **place,
+        **on_devices,
         "max_steps": options.max_steps,
         "accumulate_grad_batches": options.accumulate,
         **validation_of(options),
@@ -75,7 +75,7 @@ def build_trainer(
         "log_every_n_steps": 1,
         "deterministic": options.deterministic or None,  # False would override torch.use_deterministic_algorithms
         "use_distributed_sampler": False,
-        "logger": [MetricsFile(folder / "metrics.csv", done), *loggers],
+        "logger": [MetricsFile(folder / "metrics.csv", resumed_step), *loggers],
         "callbacks": list(callbacks),
         "enable_progress_bar": any(isinstance(callback, L.callbacks.ProgressBar) for callback in callbacks),
         "enable_model_summary": False,
@@ -184,7 +184,7 @@ def epoch_hooks(callbacks: Sequence[L.Callback]) -> list[str]:
     ]
 
 
-def place_of(options: TrainerConfig) -> dict[str, Any]:
+def device_arguments(options: TrainerConfig) -> dict[str, Any]:
     """Return the arguments of Lightning's Trainer for devices, strategy, precision and checkpoints."""
     device = device_of(options.accelerator)
     precision: str | None = cpu_precision(options.precision) if device.type == "cpu" else options.precision

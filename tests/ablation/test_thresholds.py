@@ -46,7 +46,7 @@ def test_a_line_that_a_crash_cut_short_costs_its_run_alone(tmp_path, monkeypatch
 
     monkeypatch.setattr(thresholds, "RateRuns", Pretended)
     config = SimpleNamespace(trainer=SimpleNamespace(threads=1), optimizer={"lr": 1.0})
-    monkeypatch.setattr(thresholds, "machine", lambda trainer: contextlib.nullcontext())
+    monkeypatch.setattr(thresholds, "process_settings", lambda trainer: contextlib.nullcontext())
     (tmp_path / "runs.jsonl").write_text('{"rate": 1.0, "stable": true}\n{"rate": 2.0, "stable": tr')
     for wanted in ([2.0, 4.0, 8.0], []):
         tried.clear()

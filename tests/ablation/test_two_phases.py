@@ -24,7 +24,7 @@ from minitx.cli.ablate import check, run_cell
 from minitx.cli.compose import compose_config, compose_grid
 from minitx.config import ConfigError
 from minitx.data.datamodule import open_data
-from minitx.training.checkpoints import network_weights, read_checkpoint
+from minitx.training.checkpoint_files import network_weights, read_checkpoint
 from minitx.training.metrics_csv import read_metrics
 from minitx.training.net import network_of
 

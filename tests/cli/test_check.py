@@ -12,7 +12,7 @@ from minitx.cli import check
 from minitx.cli.command_line import meanings
 from minitx.cli.compose import compose_config, compose_program
 from minitx.cli.launch import run_training
-from minitx.training.checkpoints import write_checkpoint
+from minitx.training.checkpoint_files import write_checkpoint
 from tests.cli.conftest import TINY
 
 SOURCE = """

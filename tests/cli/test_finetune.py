@@ -13,7 +13,9 @@ from minitx.data.tokenizers import train_tokenizer
 from minitx.generation.decoding import eos_ids
 from minitx.interop import load_hf, release_hf, save_hf
 from minitx.nn import DecoderLM
-from minitx.training.checkpoints import Start, load_model, read_checkpoint, write_checkpoint
+from minitx.training.checkpoint_files import read_checkpoint, write_checkpoint
+from minitx.training.checkpoints import load_model
+from minitx.training.init_from import Start
 from minitx.training.metrics_csv import read_metrics
 from minitx.training.net import Net
 from tests.cli.conftest import SHORT, copy_example
@@ -184,6 +186,6 @@ def test_what_cannot_be_started_from_is_one_sentence_and_leaves_no_folder(assert
 
 def test_a_scale_without_a_multiplier_cannot_be_folded_and_is_named():
     stored, fresh = (DecoderLM(TransformerConfig(vocab_size=7, **GPT2, scale=scale)) for scale in ("log_length", "inv_sqrt"))
-    contents = {"weights": dict(stored.state_dict()), "shape": to_dict(stored.config), "tokenizer": None}
+    contents = {"weights": dict(stored.state_dict()), "model_config": to_dict(stored.config), "tokenizer": None}
     with pytest.raises(ConfigError, match="scale=log_length has no fixed multiplier"):
         Start(path="last.ckpt", fold_scale=True, **contents).load_into(fresh)

@@ -14,7 +14,8 @@ from minitx.cli.launch import run_training
 from minitx.data.tokenizers import Tokenizer
 from minitx.generation import Sampler, beam_search, generate
 from minitx.interop.conversations import TEMPLATE, ChatFormat
-from minitx.training.checkpoints import load_model, write_checkpoint
+from minitx.training.checkpoint_files import write_checkpoint
+from minitx.training.checkpoints import load_model
 from minitx.training.records import read_records
 from tests.cli.conftest import SHORT, assert_named, put
 from tests.cli.processes import start

@@ -10,7 +10,8 @@ import torch
 
 from minitx.cli.compose import compose_config
 from minitx.config import ConfigError, RunConfig, TrainerConfig, TransformerConfig, to_dict
-from minitx.training.checkpoints import load_model, write_checkpoint
+from minitx.training.checkpoint_files import write_checkpoint
+from minitx.training.checkpoints import load_model
 from minitx.training.metrics_csv import read_metrics
 from minitx.training.run import train
 from tests.cli.conftest import TINY, assert_named, copy_example, losses

@@ -24,7 +24,8 @@ from minitx.data.tokenizers import train_tokenizer
 from minitx.generation import generate
 from minitx.nn import MultiHeadAttention
 from minitx.nn.models import build_model
-from minitx.training.checkpoints import load_model, write_checkpoint
+from minitx.training.checkpoint_files import write_checkpoint
+from minitx.training.checkpoints import load_model
 from tests.cli.conftest import TEXT
 
 

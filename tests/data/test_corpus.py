@@ -65,6 +65,12 @@ def test_a_file_that_changes_while_it_is_read_is_refused(read_tokens, write_text
         read_tokens("before, long enough")
 
 
+def test_a_text_is_read_only_as_far_as_it_is_asked_for(monkeypatch):
+    pieces = iter(["abc", "def", "ghi", "jkl"])
+    monkeypatch.setattr(corpus, "_pieces_of_file", lambda path: pieces)
+    assert "".join(read_text(None, 1, 6)) == "bcdef" and [*pieces] == ["ghi", "jkl"]
+
+
 @pytest.mark.parametrize("piece", [1, 2, 3, 5, 100])
 def test_a_text_is_the_same_however_much_of_it_is_read_at_once(write_text, monkeypatch, piece):
     """Line ends and the byte-order mark are normalised; other separators stay, and a mark in the middle."""

@@ -9,7 +9,7 @@ import transformers
 from minitx.cli.export import save_theirs
 from minitx.interop import hf_from_config, pretrained_hf
 from minitx.interop.finetune import Lora
-from minitx.training.checkpoints import load_weights
+from minitx.training.checkpoint_files import load_weights
 
 V = 61
 WIDE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": V}

@@ -58,7 +58,7 @@ def network_of(module: Any) -> nn.Module:
 
 def read(path: Path) -> dict[str, Any]:
     """The content of a checkpoint."""
-    from minitx.training.checkpoints import read_checkpoint
+    from minitx.training.checkpoint_files import read_checkpoint
 
     return read_checkpoint(path)
 

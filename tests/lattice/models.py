@@ -29,7 +29,7 @@ from minitx.analysis import capture, intervene, knock_out_heads, logit_lens, tak
 from minitx.check.properties import hidden_tokens, later_tokens
 from minitx.config import Part
 from minitx.generation import Sampler, beam_search, generate
-from minitx.generation.sampler import row_uniforms
+from minitx.generation.sampler import draw, row_uniforms
 from minitx.interop import (
     adopt_hf,
     load_hf,
@@ -312,7 +312,8 @@ def sampled_rows_are_draws_from_the_logits_of_whole_rows(s: Subject) -> None:
     new, seen = torch.stack(found), torch.zeros(2, VOCAB, dtype=torch.bool)
     for step, whole in enumerate(_texts(s, inputs, new)):
         logits = s.answer(whole)[:, -1]
-        near = [sampler.choose(logits, seen, (uniforms[:, step] + shift).clamp(0, 1 - 1e-9)) for shift in (-1e-4, 0, 1e-4)]
+        probs = sampler.filtered(logits, seen).softmax(-1)
+        near = [draw(probs, (uniforms[:, step] + shift).clamp(0, 1 - 1e-9)) for shift in (-1e-4, 0, 1e-4)]
         wanted = torch.stack(near)
         assert (wanted == new[:, step]).any(0).all(), f"step {step}: {new[:, step].tolist()}, wanted {wanted[1].tolist()}"
 

@@ -233,3 +233,20 @@ def test_dtypes_go_through_unchanged_and_the_gradient_of_a_zero_vector_is_finite
         q, k = norm.to(gains)(x, x)
         assert q.dtype == k.dtype == dtype
         assert torch.isfinite(torch.autograd.grad((q + k).sum(), x)[0]).all()
+
+
+@pytest.mark.parametrize("norm_position", NORM_POSITIONS)
+def test_a_block_is_its_residuals_one_after_the_other_whatever_their_add_does(norm_position):
+    class Halved(mx.Residual):
+        def add(self, x, out):
+            return super().add(x, out) / 2
+
+    block, x = build(norm_position=norm_position, residual_scale=1.5), torch.randn(B, L, E, dtype=F64)
+    plain = block(x)
+    for name in ("attention_residual", "feedforward_residual"):
+        halved = Halved(lambda: nn.LayerNorm(E, dtype=F64), norm_position, residual_scale=1.5)
+        halved.load_state_dict(getattr(block, name).state_dict())
+        setattr(block, name, halved)
+    want = block.feedforward_residual(block.attention_residual(x, block.attention), block.feedforward)
+    torch.testing.assert_close(block(x), want, rtol=0, atol=1e-13)
+    assert not torch.allclose(want, plain, atol=1e-3)

@@ -261,7 +261,7 @@ WRITTEN = (
     Fault(
         "record_first_step",
         "on_nonfinite=record × the first step: a run that fails there counts as finished",
-        "minitx/training/run.py:Run._train",
+        "minitx/training/fit.py:Run._train",
         "return error.step + 1",
         "return error.step",
     ),
@@ -335,7 +335,6 @@ WRITTEN = (
 
 SKIPPED = {
     "nn/masks.py:97:24: torch.as_tensor(verdict, device=rows.device) -> torch.as_tensor(verdict)": "the same on the CPU",
-    "training/optimizers.py:136:24: 1 -> 2": "neither -1 nor -2 is the number of a rule",
     "generation/sampler.py:137:31: -1 -> 1": "the last of two axes has both numbers",
     "nn/attention.py:259:24: 0 -> 1": "rotary scores depend on differences of positions alone",
 }

@@ -28,7 +28,9 @@ from seeded_faults import Fault, ask_points, forked, log_of, note, plant, result
 from tests.lattice import runs
 from tests.lattice.test_run_lattice import QUICK_OF_SEVERAL, SLOW_OF_SEVERAL
 
-DEVICES, MODULE, CALLBACKS = (f"minitx/training/{name}.py" for name in ("devices", "module", "callbacks"))
+PROCESSES, MODULE, CALLBACKS, STEP_LOG = (
+    f"minitx/training/{name}.py" for name in ("processes", "module", "callbacks", "step_log")
+)
 FAULTS = (
     Fault(
         "ddp_no_average",
@@ -47,7 +49,7 @@ FAULTS = (
     Fault(
         "summed_twice",
         "a sum over processes is summed over them again",
-        f"{DEVICES}:sum_over_rows",
+        f"{PROCESSES}:sum_over_processes",
         "    torch.distributed.all_reduce(total)\n",
         "    torch.distributed.all_reduce(total)\n    torch.distributed.all_reduce(total)\n",
     ),
@@ -61,7 +63,7 @@ FAULTS = (
     Fault(
         "barrier_forgotten",
         "a process does not wait until the first has written the rows from which the result is read",
-        "minitx/training/run.py:Run.fit",
+        "minitx/training/fit.py:Run.fit",
         "            trainer.strategy.barrier()  # the result is read from files that the first process writes\n",
         "",
     ),
@@ -76,7 +78,7 @@ FAULTS = (
         "validation_of_one_rank",
         "the sums of a validation are those of each process",
         f"{MODULE}:TrainingModule._log_means",
-        "{name: sum_over_rows(self.trainer, value) for name, value in self._validation.items()}",
+        "{name: sum_over_processes(self.trainer, value) for name, value in self._validation.items()}",
         "dict(self._validation)",
     ),
     Fault(
@@ -153,7 +155,7 @@ FAULTS = (
     Fault(
         "clip_by_local_norm",
         "FSDP2: each process clips by the norm of its part",
-        f"{DEVICES}:total_norm",
+        f"{PROCESSES}:total_norm",
         "_whole(torch.nn.utils.get_total_norm(gradients))",
         "torch.nn.utils.get_total_norm(local_parts(gradients))",
     ),
@@ -216,14 +218,14 @@ FAULTS = (
     Fault(
         "losses_of_one_rank",
         "metrics.csv has the loss of the first process",
-        f"{CALLBACKS}:summed",
-        "return sum_over_rows(trainer, torch.stack([torch.as_tensor(value, device=device).to(wide) for value in local]))",
+        f"{STEP_LOG}:summed",
+        "return sum_over_processes(trainer, torch.stack([torch.as_tensor(value, device=device).to(wide) for value in local]))",
         "return torch.stack([torch.as_tensor(value, device=device).to(wide) for value in local])",
     ),
     Fault(
         "targets_counted_by_each",
         "means of other sums are divided by the targets of every process",
-        f"{CALLBACKS}:_named",
+        f"{STEP_LOG}:means_of",
         "targets = targets / trainer.world_size",
         "targets = targets / 1",
     ),
@@ -237,7 +239,7 @@ FAULTS = (
     Fault(
         "monitored_by_one_rank",
         "between rows of metrics.csv, a training metric that is monitored is of each process",
-        f"{CALLBACKS}:StepLog.on_validation_start",
+        f"{STEP_LOG}:StepLog.on_validation_start",
         "summed(trainer, module).unbind()",
         "torch.stack([torch.as_tensor(each).double() for each in (module.step_loss, module.step_targets * trainer.world_size, "
         "*module.step_sums.values())]).unbind()",
@@ -252,7 +254,7 @@ FAULTS = (
     Fault(
         "precision_of_one_rank",
         "two machines may train in two precisions",
-        f"{CALLBACKS}:check_processes",
+        f"{STEP_LOG}:check_processes",
         "trainer.strategy.broadcast(precision) != precision",
         "False",
     ),

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+import minitx.training.fit as fit_module
 import minitx.training.run as run_module
 from minitx.config import RunConfig, TrainerConfig
-from minitx.training.checkpoints import read_checkpoint
+from minitx.training.checkpoint_files import read_checkpoint
 from minitx.training.metrics_csv import read_metrics
 
 QUIET = ["trainer.accelerator=cpu", "trainer.threads=1", "trainer.log_every=1", "callbacks.progress=false"]
@@ -58,9 +59,9 @@ def of_digits(config: RunConfig, **changes: Any) -> RunConfig:
 
 def train_with(config: RunConfig, folder: Path, *callbacks: L.Callback, **options: Any) -> dict[str, Any]:
     """``train`` with ``callbacks`` after the run's own."""
-    own = run_module.build_callbacks
+    own = fit_module.build_callbacks
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_module, "build_callbacks", lambda *arguments: [*own(*arguments), *callbacks])
+        patch.setattr(fit_module, "build_callbacks", lambda *arguments: [*own(*arguments), *callbacks])
         return run_module.train(config, folder, **options)
 
 

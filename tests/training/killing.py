@@ -21,7 +21,7 @@ import torch
 from ranks import _SERVER, say_nothing, train_as
 
 from minitx.training import StoppedError
-from minitx.training.checkpoints import read_checkpoint
+from minitx.training.checkpoint_files import read_checkpoint
 from minitx.training.metrics_csv import OF_THE_MACHINE, read_metrics
 from minitx.training.module import TrainingModule
 from minitx.training.trainer import AtomicCheckpointIO

@@ -27,12 +27,12 @@ from minitx.config import ConfigError, EvaluationConfig, TrainerConfig
 from minitx.data.task import Task, kept_generators, seed_device
 from minitx.nn.precision import widest_float
 from minitx.nn.transfer import to_device, to_host
-from minitx.training.checkpoints import place
-from minitx.training.devices import check_count, device_name, machine, memory_mb, peak_tflops
+from minitx.training.checkpoints import move_to_device
+from minitx.training.devices import check_count, device_name, memory_mb, peak_tflops, process_settings
 from minitx.training.metrics_csv import OF_THE_MACHINE, read_metrics
 from minitx.training.module import TrainingModule
 from minitx.training.records import read_records
-from minitx.training.trainer import place_of, quiet_lightning
+from minitx.training.trainer import device_arguments, quiet_lightning
 from tests import pretend
 from tests.test_configs import CONFIGS, OF_OWN_FILES, small_llama
 
@@ -161,7 +161,7 @@ def abilities():
     with pytest.raises(ConfigError, match=r"trainer\.precision=64-true: PRETEND does not support float64"):
         check_count(options)
     with pytest.raises(ConfigError, match=r"device=pretend cannot be used: pretend has no torch\.float64"):
-        place(nn.Linear(2, 2).double(), pretend.NAME)
+        move_to_device(nn.Linear(2, 2).double(), pretend.NAME)
     with pytest.raises(ConfigError, match=r"trainer\.devices=2: this machine has 1 usable"):
         check_count(TrainerConfig(accelerator=pretend.NAME, devices=2))
     with pytest.raises(
@@ -169,7 +169,7 @@ def abilities():
     ):
         check_count(TrainerConfig(accelerator="pretent"))
     assert (device_name(device), peak_tflops(device)) == ("PRETEND", None) and memory_mb(device) > 10
-    where = place_of(TrainerConfig(accelerator=pretend.NAME, precision="bf16-mixed"))
+    where = device_arguments(TrainerConfig(accelerator=pretend.NAME, precision="bf16-mixed"))
     assert (where["strategy"].root_device, where["plugins"][-1].device) == (device, pretend.NAME)
 
 
@@ -459,7 +459,7 @@ def starting_loss(config, folder):
     TrainingModule.sums = lambda self, batch: kinds.append(self.device.type) or sums(self, batch)
     rule = ThresholdConfig(first={"plain": 0.1}, metric="train_loss", value=0.3, window=2)
     folder.mkdir()
-    with quiet_lightning(), machine(config.trainer):
+    with quiet_lightning(), process_settings(config.trainer):
         runs = RateRuns(config, folder, rule)
         at_start = {*kinds}
         record = runs.run(0.01)

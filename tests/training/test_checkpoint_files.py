@@ -18,15 +18,9 @@ from minitx.cli.exit_codes import sentence
 from minitx.config import ConfigError, InitFrom
 from minitx.nn import DecoderLM
 from minitx.training.callbacks import LastCheckpoint
-from minitx.training.checkpoints import (
-    FORMAT,
-    CheckpointError,
-    load_model,
-    load_start,
-    load_weights,
-    read_checkpoint,
-    write_checkpoint,
-)
+from minitx.training.checkpoint_files import FORMAT, CheckpointError, load_weights, read_checkpoint, write_checkpoint
+from minitx.training.checkpoints import load_model
+from minitx.training.init_from import load_start
 from minitx.training.run import train
 from minitx.training.trainer import AtomicCheckpointIO
 

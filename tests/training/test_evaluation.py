@@ -16,7 +16,7 @@ from minitx.data.datamodule import DataModule, open_data
 from minitx.data.task import Task, as_split
 from minitx.nn import build_model
 from minitx.training import evaluation
-from minitx.training.evaluation import Evaluation, evaluate, ratio_interval, share_interval
+from minitx.training.evaluation import Evaluation, evaluate, objective_on, ratio_interval, share_interval
 from minitx.training.net import network_of
 
 SMALL = {"embed_dim": 12, "num_heads": 3, "num_layers": 1, "init": "lecun"}
@@ -227,3 +227,14 @@ def test_generated_answers_are_held_against_references_and_wrong_ones_are_shown_
         assert found.metrics[name].low < found.metrics[name].value < found.metrics[name].high
     assert found.baselines["chrf_of_copying"] < 60 and found.baselines["copy_exact_match"] == 0
     assert any("1066-10-14" in line for line in found.lines())
+
+
+def test_each_tensor_of_an_objective_returns_to_its_own_device():
+    objective = torch.nn.BatchNorm1d(3).to("meta")
+    objective.weight = torch.nn.Parameter(torch.arange(3.0))
+    before = dict(objective.state_dict(keep_vars=True))
+    with objective_on(torch.device("meta"), objective):
+        assert {tensor.device.type for tensor in objective.state_dict().values()} == {"meta"}
+    after = objective.state_dict(keep_vars=True)
+    assert all(after[name] is tensor for name, tensor in before.items())
+    assert after["weight"].tolist() == [0, 1, 2] and after["bias"].is_meta

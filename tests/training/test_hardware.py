@@ -7,8 +7,8 @@ import torch
 
 from minitx.config import ConfigError, TrainerConfig
 from minitx.nn.precision import widest_float
-from minitx.training import devices
-from minitx.training.checkpoints import place
+from minitx.training import devices, onednn
+from minitx.training.checkpoints import move_to_device
 from minitx.training.devices import (
     PEAK_TFLOPS,
     check_count,
@@ -20,7 +20,7 @@ from minitx.training.devices import (
     peak_of,
     peak_tflops,
 )
-from minitx.training.trainer import place_of
+from minitx.training.trainer import device_arguments
 
 
 @pytest.fixture
@@ -41,10 +41,10 @@ def machine(monkeypatch):
 def test_bf16_stays_where_the_device_has_it_and_becomes_float32_on_another_cpu_with_one_line(machine, caplog):
     for has in ({"amx_bf16": True}, {"avx512_bf16": True}, {"bf16": True}, {"cuda": 1}):
         machine(**has)
-        assert place_of(TrainerConfig(precision="bf16-true"))["precision"] == "bf16-true"
+        assert device_arguments(TrainerConfig(precision="bf16-true"))["precision"] == "bf16-true"
     machine(avx2=True, amx_bf16=False)
     caplog.set_level("INFO", "minitx")
-    assert {place_of(TrainerConfig(precision="bf16-mixed"))["precision"] for _ in range(6)} == {"32-true"}
+    assert {device_arguments(TrainerConfig(precision="bf16-mixed"))["precision"] for _ in range(6)} == {"32-true"}
     (said,) = caplog.messages
     assert "trainer.precision=bf16-mixed" in said
 
@@ -79,7 +79,7 @@ def test_the_device_is_the_one_that_lightning_takes_and_more_than_there_are_is_r
     with contextlib.nullcontext() if found else pytest.raises(ConfigError, match=rf"trainer.devices={devices}"):
         check_count(options)
         assert device_of(accelerator).type == found
-        assert accelerator != "auto" or place(Moved(), "auto").type == found  # device=auto of a program
+        assert accelerator != "auto" or move_to_device(Moved(), "auto").type == found  # device=auto of a program
 
 
 def test_float64_is_refused_on_apples_gpu_where_sums_are_float32(machine):
@@ -159,7 +159,7 @@ def test_denormal_numbers_are_zero_within_and_kept_before_and_afterwards(threads
 @can_flush
 @pytest.mark.parametrize("wanted", [True, False])
 def test_a_run_takes_denormal_numbers_for_zero_only_if_it_is_told_to(wanted):
-    with devices.machine(TrainerConfig(accelerator="cpu", flush_denormal=wanted)):
+    with devices.process_settings(TrainerConfig(accelerator="cpu", flush_denormal=wanted)):
         seen = is_kept()
     assert seen is not wanted and is_kept()
 
@@ -174,8 +174,8 @@ def anywhere(monkeypatch):
     """oneDNN's products, whatever the processor is."""
     if not hasattr(torch.library, "get_kernel"):
         pytest.skip("this torch cannot replace a kernel")
-    monkeypatch.setattr(devices, "_is_faster", lambda: devices._is_exact())
-    with devices.onednn_products() as active:
+    monkeypatch.setattr(onednn, "_is_faster", lambda: onednn._is_exact())
+    with onednn.onednn_products() as active:
         if not active:
             pytest.skip("this processor rounds to bfloat16, or a setting of the user's counts")
         yield
@@ -202,36 +202,36 @@ def test_a_product_of_shapes_that_do_not_fit_is_refused_as_by_torch(anywhere):
 
 
 def test_nothing_is_left_changed_afterwards(anywhere):
-    assert torch.backends.mkldnn.matmul.fp32_precision == "none" and devices._active
-    with pytest.raises(ValueError, match="within"), devices.onednn_products():
+    assert torch.backends.mkldnn.matmul.fp32_precision == "none" and onednn._active
+    with pytest.raises(ValueError, match="within"), onednn.onednn_products():
         raise ValueError("within")
-    assert devices._active  # of the fixture
+    assert onednn._active  # of the fixture
 
 
 def test_torchs_own_kernels_are_back_afterwards_also_of_one_block_within_another(monkeypatch):
     if not hasattr(torch.library, "get_kernel"):
         pytest.skip("this torch cannot replace a kernel")
-    monkeypatch.setattr(devices, "_is_faster", lambda: True)
+    monkeypatch.setattr(onednn, "_is_faster", lambda: True)
     kernels = [torch._C._dispatch_dump("aten::mm")]
     for wanted in ((True,), (True, False, True)):
         with contextlib.ExitStack() as stack:
             for each in wanted:
-                stack.enter_context(devices.onednn_products(each))
+                stack.enter_context(onednn.onednn_products(each))
             kernels.append(torch._C._dispatch_dump("aten::mm"))
         assert torch._C._dispatch_dump("aten::mm") == kernels[0]
     assert kernels[1] != kernels[0] and kernels[2] == kernels[1]
 
 
 def test_a_setting_of_the_users_counts(monkeypatch):
-    monkeypatch.setattr(devices, "_is_faster", lambda: True)
+    monkeypatch.setattr(onednn, "_is_faster", lambda: True)
     torch.backends.mkldnn.matmul.fp32_precision = "ieee"
     try:
-        with devices.onednn_products() as active:
+        with onednn.onednn_products() as active:
             assert not active
     finally:
         torch.backends.mkldnn.matmul.fp32_precision = "none"
 
 
 def test_a_processor_that_rounds_is_left_alone(monkeypatch):
-    monkeypatch.setattr(devices, "_onednn", lambda: torch.autocast("cpu", torch.bfloat16))
-    assert not devices._is_exact()
+    monkeypatch.setattr(onednn, "_onednn", lambda: torch.autocast("cpu", torch.bfloat16))
+    assert not onednn._is_exact()

@@ -6,7 +6,8 @@ from torch import nn
 
 from minitx.config import ConfigError, ParameterRule, TransformerConfig, node
 from minitx.nn import DecoderLM
-from minitx.training.optimizers import COEFFICIENTS, Muon, adamw, build_optimizer, matrix_names, muon, product_dtype, sgd
+from minitx.training.muon import COEFFICIENTS, Muon, matrix_names, product_dtype
+from minitx.training.optimizers import adamw, build_optimizer, muon, sgd
 
 SHAPES = ((7, 13), (13, 7), (11, 11), (7, 13), (2, 5, 3))
 SMALL = TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minitx.config import ConfigError, ParameterRule, Part, TransformerConfig, node
+from minitx.config import ConfigError, ParameterRule, Part, RunConfig, TransformerConfig, node
 from minitx.data.task import num_targets
 from minitx.nn.counting import allocations, count_flops
 from minitx.nn.models import build_model
@@ -22,7 +22,7 @@ from minitx.training.objectives import (
     chunked_cross_entropy,
     cross_entropy,
 )
-from minitx.training.optimizers import adamw, build_optimizer, parameter_groups, sgd
+from minitx.training.optimizers import adamw, build_optimizer, freeze, parameter_groups, sgd
 
 
 def test_the_loss_is_a_sum_over_the_labels_that_count_and_label_smoothing_leaves_the_likelihood_alone():
@@ -234,6 +234,17 @@ def test_the_first_rule_that_matches_wins_and_factors_may_be_powers_of_head_dim_
     assert found["blocks.0.attention.v_proj.weight"]["lr"] == 0.1
     frozen = groups_by_name(network(), lr=0.1, rules=(ParameterRule(match="(q|k)_proj", trainable=False),))
     assert found.keys() - frozen.keys() == {name for name in found if "q_proj" in name or "k_proj" in name}
+
+
+def test_building_an_optimizer_changes_no_weight_and_freeze_freezes_those_that_it_leaves_out():
+    model, rules = network(), (ParameterRule(match="k_proj.weight"), ParameterRule(match="(q|k)_proj", trainable=False))
+    part = RunConfig(optimizer=node(adamw, rules=rules)).optimizer
+    before = build_optimizer(part, model)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    freeze(model, part)
+    trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
+    assert trained == {parameter for group in before.param_groups for parameter in group["params"]}
+    assert 0 < len(trained) < len([*model.parameters()])
 
 
 RULES = {

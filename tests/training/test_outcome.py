@@ -18,15 +18,29 @@ from torch import nn
 
 import minitx.training.run as run_module
 from minitx.config import ConfigError, EvaluationConfig
-from minitx.training import loggers, records
+from minitx.data.batches import Address
+from minitx.data.datamodule import DataModule
+from minitx.data.task import Task
+from minitx.training import records
 from minitx.training.evaluation import Evaluation, report
-from minitx.training.loggers import describe_device, summarise
 from minitx.training.metrics_csv import MetricsFile, read_metrics
 from minitx.training.module import NonFiniteError
 from minitx.training.net import in_own_dtype
 from minitx.training.records import add_records
 from minitx.training.run import train
+from minitx.training.run_folder import run_folder
+from minitx.training.summary import describe_data, describe_device, summarise
 from minitx.training.trainer import check_callbacks
+
+
+def test_the_summary_names_the_validation_rows_that_all_processes_read():
+    rows = [{"input_ids": torch.tensor([i]), "labels": 0} for i in range(40)]
+    data = DataModule(Task(name="mine", train=rows, val=rows), batch_size=4, val_batch_size=7)
+    for world in (1, 2, 3):
+        source = data.val_source(world)
+        read = sum(len(source[Address(step, rank=rank)]["labels"]) for step in range(2) for rank in range(world))
+        assert f"the first {read} of 40 to validate" in describe_data(data, 2, world)
+
 
 FLOORS = {"unigram": 3.0, "bigram": 2.5}
 
@@ -88,7 +102,7 @@ def test_a_full_disk_or_a_crash_leaves_the_files_of_the_run_that_goes_on_as_they
     config, probes = tmp_path / "config.yaml", tmp_path / "probes.jsonl"
     config.write_text("old", encoding="utf-8")
     config.with_name("config.yaml.new").symlink_to("/dev/full")
-    with pytest.raises(ConfigError, match="No space left on device"), loggers.run_folder(tmp_path, {config.name: "new"}):
+    with pytest.raises(ConfigError, match="No space left on device"), run_folder(tmp_path, {config.name: "new"}):
         pass
     add_records(probes, {"step": 1}, {"step": 2})
     monkeypatch.setattr(records, "add_records", None)
@@ -105,12 +119,12 @@ def test_two_processes_cannot_train_in_one_folder(tmp_path):
         other.stdout.readline()
         with (
             pytest.raises(ConfigError, match="another process is training"),
-            loggers.run_folder(tmp_path, {"config.yaml": "a"}),
+            run_folder(tmp_path, {"config.yaml": "a"}),
         ):
             pass
         assert [path.name for path in tmp_path.iterdir()] == ["logs"]
         other.stdin.close()
-    with loggers.run_folder(tmp_path, {"config.yaml": "b"}):
+    with run_folder(tmp_path, {"config.yaml": "b"}):
         assert (tmp_path / "config.yaml").read_text(encoding="utf-8") == "b"
 
 

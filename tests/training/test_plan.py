@@ -1,5 +1,6 @@
 """The plan of a run is what its processes hold: alone, in two processes, and as one of 64 of which 63 do not exist."""
 
+import dataclasses
 import os
 from collections import Counter
 
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import minitx.training.memory_plan as plan_module
 import minitx.training.trainer as trainer_module
 from minitx.cli.compose import compose_config
-from minitx.config import ConfigError, node
+from minitx.config import ConfigError, InitFrom, node
 from minitx.data.datamodule import open_data
 from minitx.data.task import Task
 from minitx.training import optimizers
@@ -106,6 +107,21 @@ def test_one_process_holds_what_its_plan_says(make_config, tmp_path, monkeypatch
     plan = show_plan(config)
     assert plan == held_by(config, tmp_path / "run")
     assert plan["parameters"] > 0 < plan["gradients"]
+
+
+def test_a_plan_has_the_labels_of_the_head_that_a_run_starts_from(make_config, tmp_path):
+    configs = []
+    for labels in ("abc", "ca"):  # the second data has fewer labels, in another order
+        path = tmp_path / f"{labels}.csv"
+        path.write_text("\n".join(["text,label", *(f"word {n},{labels[n % len(labels)]}" for n in range(40))]))
+        data = {"_target_": "minitx.data.classify", "path": str(path), "tokenizer": "char", "batch_size": 12, "max_len": 16}
+        model = {"model__architecture": "encoder", "model__head": "sequence"}
+        configs.append(make_config(data=data, trainer__max_steps=2, trainer__ckpt_every=2, **model))
+    first, second = configs
+    train(first, tmp_path / "first")
+    second = dataclasses.replace(second, init_from=InitFrom(path=str(tmp_path / "first" / "checkpoints" / "last.ckpt")))
+    assert show_plan(second) == held_by(second, tmp_path / "second")
+    assert show_plan(second) == show_plan(first)
 
 
 class Normed(Layered):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from minitx.config import ConfigError, RunConfig
-from minitx.training.checkpoints import read_checkpoint
+from minitx.training.checkpoint_files import read_checkpoint
 from minitx.training.metrics_csv import OF_THE_MACHINE, read_metrics
 from minitx.training.module import TrainingModule
 from minitx.training.rehearse import ShapesOnly, TwoRows, compare_rows, known_callbacks

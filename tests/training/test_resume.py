@@ -17,9 +17,10 @@ from killing import blows, hit_and_go_on, length_of, result_of, run
 
 from minitx.config import ConfigError, Part, node, to_dict
 from minitx.training import StoppedError
-from minitx.training.checkpoints import CheckpointError, check_resumed
+from minitx.training.checkpoint_files import CheckpointError
 from minitx.training.metrics_csv import read_metrics
 from minitx.training.optimizers import constant, sgd
+from minitx.training.resume import check_resumed
 from minitx.training.run import train
 
 

@@ -13,7 +13,7 @@ import pytest
 from minitx.config import ConfigError, Part
 from minitx.config.part import Takes
 from minitx.training import StoppedError
-from minitx.training.loggers import finish_wandb, git_commit, resuming
+from minitx.training.trackers import finish_wandb, git_commit, resuming
 
 PROGRAM = """
 import sys
@@ -23,7 +23,7 @@ from lightning.pytorch.loggers import WandbLogger
 from minitx.cli.compose import compose_config
 from extra import QUIET, AddLoggers, train_with
 from minitx.analysis.wandb_files import WandbFiles
-from minitx.training.loggers import finish_wandb, send_facts
+from minitx.training.trackers import finish_wandb, send_facts
 
 folder = Path("run")
 words = "data=text data.path=text.txt data.batch_size=12 data.context_len=7 model.embed_dim=8 model.num_heads=2 model.num_layers=1"

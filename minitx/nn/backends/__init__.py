@@ -1,7 +1,8 @@
 """The backends of ``scaled_dot_product_attention``: choosing, explaining and registering them.
 
-Every backend gives the same result as ``math``, or refuses the call with a reason. ``auto`` uses torch's fused kernel if it
-supports the call. Otherwise it uses ``chunked`` for large score matrices, and torch's plain path or ``math`` for small ones.
+Every backend gives the same result as ``math``, or refuses the call with a reason. ``auto`` runs the
+first backend of the table ``AUTO`` whose condition holds: usually torch's fused kernel, ``flex`` for what this kernel lacks on an
+accelerator, ``chunked`` for large matrices and sparse masks on a CPU, and torch's plain path or ``math`` for the rest.
 """
 
 from __future__ import annotations
