@@ -28,8 +28,9 @@ from typing import Any
 from tqdm import tqdm
 
 from minitx.ablation.design import AblationConfig
-from minitx.ablation.grid import Cell, GridPlace, Record, end_last_line, read_json_lines, solved_step
+from minitx.ablation.grid import RECORD_KEYS, Cell, GridPlace, Record, solved_step
 from minitx.config import ConfigError
+from minitx.training.records import end_last_line, read_json_lines
 
 log = logging.getLogger(__name__)
 duration = tqdm.format_interval  # seconds as MM:SS or H:MM:SS
@@ -152,7 +153,7 @@ class Book:
 
     def __init__(self, cells: Sequence[Cell], folder: Path, after_line: Callable[[], None]) -> None:
         self.folder, self.path, self.after_line = folder, folder / "cells.jsonl", after_line
-        last = {record["cell"]: record for record in read_json_lines(self.path)}
+        last = {record["cell"]: record for record in read_json_lines(self.path, RECORD_KEYS)}
         by_place = {cell.place: last[cell.hash] for cell in cells if cell.hash in last}
         self.known = {place: record for place, record in by_place.items() if record["status"] != "failed"}
         for cell in reversed(cells):

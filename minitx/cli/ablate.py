@@ -19,7 +19,7 @@ from typing import Any
 
 from minitx.ablation.design import AblationConfig, ThresholdConfig, settings
 from minitx.ablation.execution import SLURM_JOBS, LocalPool, SlurmPool, WorkerPool, duration, run_cells
-from minitx.ablation.grid import Cell, Record, Runs, cells, code_fingerprint, command_of, read_json_lines
+from minitx.ablation.grid import RECORD_KEYS, Cell, Record, Runs, cells, code_fingerprint, command_of
 from minitx.ablation.judge import judge
 from minitx.ablation.report import module_of, write_report
 from minitx.cli.compose import by_key, compose_cell, compose_config, for_cells
@@ -27,7 +27,9 @@ from minitx.cli.exit_codes import CellsFailedError, sentence
 from minitx.cli.launch import run_training
 from minitx.config import CONFIG_DIR, ConfigError
 from minitx.config.schema import require
+from minitx.crash_safe import replacing
 from minitx.training import StoppedError, stop_signals
+from minitx.training.records import read_json_lines
 
 log = logging.getLogger("minitx")
 
@@ -146,7 +148,8 @@ def stored_records(chosen: Sequence[Cell], path: Path) -> list[Record]:
 
     current, names = {without_folders(cell.overrides) for cell in chosen}, {cell.hash for cell in chosen}
     records = sorted(
-        read_json_lines(path), key=lambda record: (without_folders(record["overrides"]) in current, record["cell"] in names)
+        read_json_lines(path, RECORD_KEYS),
+        key=lambda record: (without_folders(record["overrides"]) in current, record["cell"] in names),
     )
     done = Runs.of([cell.place for cell in chosen], records)
     others = [run for run in done.all if run.status == "done" and without_folders(run.record["overrides"]) not in current]
@@ -268,9 +271,8 @@ class Launch:
     def keep(self) -> None:
         """Write the entry with the duration so far."""
         entry = {**self.facts, "wall_seconds": round(self.seconds(), 1)}
-        new = self.path.with_suffix(".new")
-        new.write_text(json.dumps([*self.before, entry], indent=1) + "\n", encoding="utf-8")
-        os.replace(new, self.path)
+        with replacing(self.path) as new:
+            new.write_text(json.dumps([*self.before, entry], indent=1) + "\n", encoding="utf-8")
 
 
 def launches(path: Path) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
 from torch import Tensor, nn
 
 from minitx.config import ConfigError, Part
+from minitx.crash_safe import replacing
 from minitx.data.datamodule import DataModule
 from minitx.training import StoppedError, rank
 from minitx.training.checkpoints import clean_up
@@ -79,9 +80,8 @@ def _write(folder: Path, files: Mapping[str, str]) -> None:
     try:
         clean_up(folder / "checkpoints")
         for name, text in files.items():
-            new = folder / f"{name}.new"  # after a crash or on a full disk, the old or the new file remains
-            new.write_text(text, encoding="utf-8")
-            new.replace(folder / name)
+            with replacing(folder / name) as new:
+                new.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"output_dir={folder} cannot be written: {error.strerror}") from None
 

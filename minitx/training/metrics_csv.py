@@ -12,6 +12,8 @@ from typing import Any, TextIO
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from minitx.crash_safe import replacing
+
 COLUMNS = (
     *("step", "train_loss", "val_loss", "val_accuracy", "lr", "grad_norm", "tokens", "seconds"),
     *("train_accuracy", "tokens_per_second", "memory_mb", "mfu"),
@@ -105,14 +107,12 @@ class MetricsFile(Logger):
     def _write(self, rows: Sequence[dict[str, Any]]) -> None:
         """Write the whole file. The last of ``rows`` can still be extended."""
         self._columns = list(dict.fromkeys(name for row in [dict.fromkeys(self._columns), *rows] for name in row))
-        new = self.path.with_suffix(".new")  # after a crash, the old or the new file remains
-        with naming(self.path), new.open("w", encoding="utf-8", newline="") as file:
+        with naming(self.path), replacing(self.path) as new, new.open("w", encoding="utf-8", newline="") as file:
             self._writer(file).writeheader()
             self._writer(file).writerows(rows[:-1])
             file.flush()
             self._offset = file.tell()  # the position of the last row
             self._writer(file).writerows(rows[-1:])
-        new.replace(self.path)
         self._row = dict(rows[-1]) if rows else {}
 
     def _writer(self, file: TextIO) -> csv.DictWriter[str]:

@@ -10,8 +10,9 @@ import pytest
 from pretended_runs import Here, StoppedError, comparable, grid, pretend, ran, run
 
 from minitx.ablation.design import settings
-from minitx.ablation.grid import cells, read_json_lines
+from minitx.ablation.grid import cells
 from minitx.config import ConfigError
+from minitx.training.records import read_json_lines
 
 
 @pytest.fixture(autouse=True, scope="module")
