@@ -98,13 +98,17 @@ def build_config(config: DictConfig, words: Sequence[str] = ()) -> RunConfig:
             not isinstance(values.get(name), dict | list),
             f"{name}={values.get(name)} is not a config: its file must contain keys and begin with the line '# @package _global_'",
         )
+    if (values.get("init_from") or {}).get("path") and (values.get("model") or {}).get("_target_", MODEL) == MODEL:
+        values["model"] = _as_stored(values, typed)
     for name in GROUPS:
         require(
-            bool(values.get(name)),
+            name == "model" or bool(values.get(name)),
             f"{name} is missing: choose an option, {name}=OPTION, or begin your config with 'defaults: [train]'",
         )
-    if (values.get("init_from") or {}).get("path") and values["model"].get("_target_") == MODEL:
-        values["model"] = _as_stored(values, typed)
+    require(
+        is_node(values.get("model")),
+        "model is missing: start from a trained model, init_from.path=FOLDER or model=hf model.path=FOLDER, or choose model=OPTION",
+    )
     variables = _variables(config, set(values) - set(defaults(RunConfig)))
     try:
         run = from_dict(RunConfig, {name: value for name, value in values.items() if name not in variables})

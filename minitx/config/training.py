@@ -354,10 +354,6 @@ class RunConfig(Config):
             object.__setattr__(self, name, path and os.path.expanduser(path))
         if self.trainer.plan and self.ckpt_path is not None:
             raise ConfigError("trainer.plan=true describes a new run, but ckpt_path resumes one: remove one of them")
-        if self.experiment == "finetune" and self.init_from.path is None and self.model.name == MODEL:
-            raise ConfigError(
-                "experiment=finetune needs a trained model: set init_from.path=FOLDER, or model=hf model.path=FOLDER"
-            )
         if self.evaluation.test == "best" and not self.trainer.ckpt_every:
             raise ConfigError("evaluation.test=best needs best.ckpt, but trainer.ckpt_every=0 writes none")
         for part in (self.optimizer, self.schedule):
