@@ -22,7 +22,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from minitx.config import ConfigError, RunConfig, TrainerConfig, to_dict
-from minitx.config.schema import require
+from minitx.config.schema import FailedRunError, require
 from minitx.training import StoppedError, rank, stop_signals
 
 FOLDER = "MINITX_LAUNCHED_FOLDER"
@@ -32,12 +32,15 @@ _GRACE = "50"  # seconds from SIGTERM to SIGKILL for the other processes
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
-class RankFailedError(RuntimeError):
-    """A process of the run failed. ``code`` is its exit code."""
+class RankFailedError(FailedRunError):
+    """A process of the run failed, with ``exit_code``."""
 
-    def __init__(self, message: str, code: int = 3) -> None:  # the default makes it picklable
-        super().__init__(message)
-        self.code = code
+    def __init__(self, message: str, exit_code: int = 3) -> None:
+        super().__init__(message, exit_code)  # the arguments as they are, so that the error can be pickled
+        self.exit_code = exit_code
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 def started_from_outside() -> int:

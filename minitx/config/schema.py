@@ -31,6 +31,14 @@ _FIELDS_OF = "__config_class__"
 class ConfigError(ValueError):
     """An invalid config. The message begins with ``key=value``, so that a caller can prepend a path."""
 
+    exit_code = 2
+
+
+class FailedRunError(RuntimeError):
+    """A run failed after it started. The message is a sentence for the user. ``exit_code`` is the exit code of its program."""
+
+    exit_code = 3
+
 
 def require(condition: bool, message: str) -> None:
     """Raise ``ConfigError`` with ``message`` unless the condition holds."""

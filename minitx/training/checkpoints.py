@@ -24,7 +24,7 @@ from torch.utils.serialization import config as serialization
 
 from minitx.config import ConfigError, InitFrom, Part, TransformerConfig, is_node, to_dict
 from minitx.config.part import FROM_PYTHON, differences, find_target, import_modules
-from minitx.config.schema import defaults, first_line, read, require
+from minitx.config.schema import FailedRunError, defaults, first_line, read, require
 from minitx.config.training import FOLDER_READER, MODEL, Data, Model
 from minitx.config.training import Objective as ObjectivePart
 from minitx.crash_safe import PART, replacing
@@ -48,7 +48,7 @@ FORMAT = 1
 """The format that this version writes. This version reads this format and all earlier ones."""
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(FailedRunError):
     """A checkpoint could not be written. The previous checkpoint is intact."""
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from minitx.config import IGNORED, ConfigError, Part, TrainerConfig
-from minitx.config.schema import require
+from minitx.config.schema import FailedRunError, require
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Batch, Task, seed_device
 from minitx.nn.precision import widest_float
@@ -52,7 +52,7 @@ from minitx.training.optimizers import build_optimizer, check_strategy, keep_dty
 log = logging.getLogger(__name__)
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(FailedRunError):
     """The loss or the gradient was not finite in step ``step``, counted from 0. The update of this step was skipped."""
 
     def __init__(self, step: int, loss: float, grad_norm: float) -> None:
@@ -76,7 +76,7 @@ class NonFiniteValidationError(NonFiniteError):
         )
 
 
-class UnusedParametersError(RuntimeError):
+class UnusedParametersError(FailedRunError):
     """A step left parameters without a gradient that several processes wait for, or that FSDP2 would add to others."""
 
 
