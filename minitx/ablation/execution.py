@@ -22,12 +22,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from minitx.ablation.design import AblationConfig
+from minitx.ablation.design import AblationConfig, ThresholdConfig
 from minitx.ablation.grid import RECORD_KEYS, Cell, GridPlace, Record, solved_step
 from minitx.config import ConfigError
 from minitx.training.records import end_last_line, read_json_lines
@@ -35,9 +36,32 @@ from minitx.training.records import end_last_line, read_json_lines
 log = logging.getLogger(__name__)
 duration = tqdm.format_interval  # seconds as MM:SS or H:MM:SS
 
-RunCell = Callable[..., dict[str, Any]]
-"""A function that runs a cell in a worker. Its arguments are the overrides, the folder, the number of steps, whether to keep
-the weights, whether to keep attention weights, and the rule of a threshold or None."""
+
+@dataclass(frozen=True)
+class CellJob:
+    """A cell as a worker runs it.
+
+    Attributes:
+        words: the overrides of the run.
+        folder: the folder of the run.
+        steps: the number of its steps.
+        keeps_weights: whether to keep the weights, because other cells start from them.
+        keeps_attention: whether to keep attention weights in the record.
+        threshold: the rule of a threshold; None: an ordinary run.
+        rehearses: whether to rehearse the run, unless its config disables that.
+    """
+
+    words: Sequence[str]
+    folder: Path
+    steps: int
+    keeps_weights: bool = False
+    keeps_attention: bool = False
+    threshold: ThresholdConfig | None = None
+    rehearses: bool = False
+
+
+RunCell = Callable[[CellJob], dict[str, Any]]
+"""A function that runs a cell in a worker, and returns the ``result`` of its record."""
 
 
 # --- pools
@@ -238,15 +262,20 @@ def _outcomes(
             if ready.place in book.records:
                 yield ready
             else:
-                words, place = ready.words(book.folder), str(ready.folder(book.folder))
-                keep = grid.studies[ready.place.study].keep_attention
-                rehearse = arm_of(ready) not in right  # the first runs of an arm, and all of them if it is wrong
-                arguments = (words, place, ready.steps(), ready.keeps_weights, keep, ready.threshold, rehearse)
-                running[ready] = (pool.submit(attempt, run_cell, *arguments), time.perf_counter())
-        elif (finished := next((cell for cell, (job, _) in running.items() if job.done()), None)) is not None:
-            job, started = running.pop(finished)
+                job = CellJob(
+                    words=ready.words(book.folder),
+                    folder=ready.folder(book.folder),
+                    steps=ready.steps(),
+                    keeps_weights=ready.keeps_weights,
+                    keeps_attention=grid.studies[ready.place.study].keep_attention,
+                    threshold=ready.threshold,
+                    rehearses=arm_of(ready) not in right,  # the first runs of an arm, and all of them if it is wrong
+                )
+                running[ready] = (pool.submit(attempt, run_cell, job), time.perf_counter())
+        elif (finished := next((cell for cell, (call, _) in running.items() if call.done()), None)) is not None:
+            call, started = running.pop(finished)
             try:
-                outcome = job.result()
+                outcome = call.result()
             except Exception as error:
                 if finished not in died:
                     died.add(finished)
@@ -266,10 +295,10 @@ def arm_of(cell: Cell) -> tuple[str, str]:
     return cell.place.study, cell.place.arm
 
 
-def attempt(function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
+def attempt(run_cell: RunCell, job: CellJob) -> dict[str, Any]:
     """Return ``{"result": ...}`` or ``{"error": message}``, because some exceptions cannot be pickled."""
     try:
-        return {"result": function(*arguments)}
+        return {"result": run_cell(job)}
     except Exception as error:
         return {"error": " ".join(f"{type(error).__name__}: {error}".split())}
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from minitx.ablation.design import AblationConfig, ThresholdConfig, settings
-from minitx.ablation.execution import SLURM_JOBS, LocalPool, SlurmPool, WorkerPool, duration, run_cells
+from minitx.ablation.design import AblationConfig, settings
+from minitx.ablation.execution import SLURM_JOBS, CellJob, LocalPool, SlurmPool, WorkerPool, duration, run_cells
 from minitx.ablation.grid import RECORD_KEYS, Cell, Record, Runs, cells, code_fingerprint, command_of
 from minitx.ablation.judge import judge
 from minitx.ablation.report import module_of, write_report
@@ -167,35 +167,26 @@ def write_findings(grid: AblationConfig, chosen: Sequence[Cell], records: Sequen
     log.info("\n%s\n\n%s", "\n".join(sentences), folder / "report.html")
 
 
-def run_cell(
-    words: Sequence[str],
-    folder: str,
-    cap: int,
-    keep_weights: bool,
-    keep_attention: bool,
-    threshold: ThresholdConfig | None = None,
-    rehearse: bool = False,
-) -> dict[str, Any]:
+def run_cell(job: CellJob) -> dict[str, Any]:
     """Run a cell (an ordinary training run or a threshold) in a worker process. Return the ``result`` of its record."""
     from minitx.ablation.measures import result_of
 
-    place = Path(folder)
-    if threshold is not None:
+    if job.threshold is not None:
         from minitx.ablation.thresholds import measure_threshold
 
-        outcome = measure_threshold(compose_cell(words), place, threshold)
-        shutil.rmtree(place)
+        outcome = measure_threshold(compose_cell(job.words), job.folder, job.threshold)
+        shutil.rmtree(job.folder)
         return outcome
-    shutil.rmtree(place, ignore_errors=True)  # remains of a killed run
-    config = compose_cell(words)
-    trainer = dataclasses.replace(config.trainer, rehearse=rehearse and config.trainer.rehearse)
+    shutil.rmtree(job.folder, ignore_errors=True)  # remains of a killed run
+    config = compose_cell(job.words)
+    trainer = dataclasses.replace(config.trainer, rehearse=job.rehearses and config.trainer.rehearse)
     config = dataclasses.replace(config, trainer=trainer)
-    trained = run_training(config, place, command_of(words))
-    result = result_of(place, trained, cap)
-    if keep_attention:
-        result["attention"] = first_heads(place)
-    if not keep_weights:
-        shutil.rmtree(place, ignore_errors=True)
+    trained = run_training(config, job.folder, command_of(job.words))
+    result = result_of(job.folder, trained, job.steps)
+    if job.keeps_attention:
+        result["attention"] = first_heads(job.folder)
+    if not job.keeps_weights:
+        shutil.rmtree(job.folder, ignore_errors=True)
     return result
 
 
