@@ -1,4 +1,4 @@
-"""Files that a crash or a full disk does not damage, because they are replaced as a whole."""
+"""Writing files: a crash or a full disk leaves the old file or the new one, and the error names the file."""
 
 from __future__ import annotations
 
@@ -25,3 +25,12 @@ def replacing(path: Path, *, is_shared: bool = False) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             part.unlink()
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """A context that adds ``path`` to an ``OSError`` without a file name, such as the error of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, error.filename or str(path)) from None

@@ -16,10 +16,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
-from minitx.cli.command_line import checkpoint_of, open_stored, refusing, run_program, write
+from minitx.cli.command_line import checkpoint_of, keys_set, open_stored, refuse_together, refusing, run_program, write
 from minitx.cli.compose import FilePath
 from minitx.config import ConfigError
-from minitx.config.schema import Config, Natural, first_line, require
+from minitx.config.schema import Config, Natural, first_line, require, shown
 
 if TYPE_CHECKING:
     from minitx.check.results import Report
@@ -75,27 +75,14 @@ class CheckConfig(Config):
 
     def check(self) -> None:
         require(bool(self.target or self.model), "FILE.py:NAME is missing, such as mine.py:attention, or model=FOLDER")
-        require(
-            not (self.target and self.model), f"model={self.model} and {self.target} cannot be combined: remove one of them"
-        )
-        if not self.model and not all(self.target.rpartition(":")):
-            raise ConfigError(f"{self.target} must be FILE.py:NAME, such as mine.py:attention")
-        require(
-            not self.model or not (self.strict or self.stage or self.mask),
-            "stage, strict and mask are for functions, not for models: remove them",
-        )
-        is_alone = self.call is None or bool(self.target) or ".py:" in self.call
-        require(is_alone, f"call={self.call} needs a file, because model= has none: call=FILE.py:{self.call}")
-        require(not (self.strict and self.call), "strict=true and call cannot be combined: remove one of them")
-        require(
-            not self.like or not (self.strict or self.stage or self.mask or self.only or self.expect or self.call),
-            "only, expect, call, stage, strict and mask cannot be combined with like: remove them",
-        )
+        refuse_together(self, "model", "target", "strict", "stage", "mask")
+        refuse_together(self, "like", "only", "expect", "call", "strict", "stage", "mask")
+        refuse_together(self, "strict", "call", "stage")
+        for key, value in {"": self.target, "weights=": self.weights}.items():
+            require(not value or all(value.rpartition(":")), f"{key}{value} must be FILE.py:NAME, such as mine.py:attention")
         require(bool(self.like) or not self.weights, "weights is for a reference: add like=FILE.py:NAME")
-        require(
-            not self.weights or ".py:" in self.weights, f"weights={self.weights} must be FILE.py:NAME, such as mine.py:convert"
-        )
-        require(not self.strict or self.stage is None, "strict=true and stage cannot be combined: remove one of them")
+        has_file = self.call is None or bool(self.target) or ".py:" in self.call
+        require(has_file, f"call={self.call} needs a file, because model= has none: call=FILE.py:{self.call}")
         if self.json and not Path(self.json).absolute().parent.is_dir():
             raise ConfigError(f"json={self.json} is in a folder that does not exist")
 
@@ -156,10 +143,6 @@ def _code_report(subject: Any, config: CheckConfig, adapter: Any) -> Report:
 def _model_report(model: Any, config: CheckConfig, adapter: Any) -> Report:
     from minitx.check.language_models import check_model
 
-    repeat = f"minitx-check {shlex.quote(f'model={config.model}' if config.model else config.target)}"
-    for key, value in (("expect", config.expect), ("call", config.call)):
-        repeat += "" if value is None else f" {shlex.quote(f'{key}={value}')}"
-    repeat += " trust=true" * config.trust + (f" device={config.device}" if config.device != "cpu" else "")
     if sys.stderr.isatty():  # some seconds without output follow
         sys.stderr.write(f"checking {type(model).__name__} ...\n")
     with refusing(), _refusing_device(config.device):
@@ -170,7 +153,7 @@ def _model_report(model: Any, config: CheckConfig, adapter: Any) -> Report:
             call=adapter,
             seed=config.seed,
             device=config.device,
-            repeat=repeat,
+            repeat=_command(config, "expect", "call", "trust", "device"),
         )
 
 
@@ -199,9 +182,6 @@ def _twin_report(subject: Any, config: CheckConfig) -> Report:
             callable(model) and not inspect.isclass(model),
             f"{word} must be a model or a function of ids{_advice_for_models(model)}",
         )
-    words = [f"model={config.model}" if config.model else config.target, f"like={config.like}"]
-    words += [f"weights={config.weights}"] * bool(config.weights) + ["trust=true"] * config.trust
-    words += [f"seed={config.seed}"] + [f"device={config.device}"] * (config.device != "cpu")
     with refusing(), _refusing_device(config.device):
         return twin(
             mine,
@@ -209,8 +189,15 @@ def _twin_report(subject: Any, config: CheckConfig) -> Report:
             weights=_object_at(config.weights) if config.weights else None,
             seed=config.seed,
             device=config.device,
-            repeat=f"minitx-check {shlex.join(words)}",
+            repeat=_command(config, "like", "weights", "trust", "seed", "device"),
         )
+
+
+def _command(config: CheckConfig, *keys: str) -> str:
+    """Return the command that repeats a check, with those of ``keys`` that are set, and with the seed."""
+    subject = f"model={config.model}" if config.model else config.target
+    typed = [key for key in keys if key in keys_set(config) or key == "seed"]
+    return f"minitx-check {shlex.join([subject, *(f'{key}={shown(getattr(config, key))}' for key in typed)])}"
 
 
 def _refusing_device(device: str) -> AbstractContextManager[None]:

@@ -82,7 +82,9 @@ def sentence(error: BaseException) -> tuple[str, int]:
     from minitx.cli.hydra_errors import is_of_hydra, message_of  # only errors need it
 
     text = " ".join(str(error).split())
-    if isinstance(error, ConfigError | FailedRunError | StoppedError):
+    if isinstance(error, ConfigError):
+        return text, 2
+    if isinstance(error, FailedRunError | StoppedError):
         return text, error.exit_code
     if is_of_hydra(error) or type(error).__module__.startswith("yaml."):
         return message_of(error), 2

@@ -23,6 +23,7 @@ from omegaconf import OmegaConf
 
 from minitx.config import ConfigError, RunConfig, TrainerConfig, to_dict
 from minitx.config.schema import FailedRunError, require
+from minitx.crash_safe import naming
 from minitx.training import StoppedError, rank, stop_signals
 
 FOLDER = "MINITX_LAUNCHED_FOLDER"
@@ -35,12 +36,9 @@ _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 class RankFailedError(FailedRunError):
     """A process of the run failed, with ``exit_code``."""
 
-    def __init__(self, message: str, exit_code: int = 3) -> None:
-        super().__init__(message, exit_code)  # the arguments as they are, so that the error can be pickled
+    def __init__(self, message: str, exit_code: int = 3) -> None:  # the default makes it picklable
+        super().__init__(message)
         self.exit_code = exit_code
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 def started_from_outside() -> int:
@@ -193,7 +191,6 @@ def importing() -> Iterator[None]:
 def run_training(config: RunConfig, folder: Path, command: str) -> dict[str, Any]:
     """Run a training in ``folder``, and write its config, command and result there. Return the result, as in ``result.json``."""
     with importing():
-        from minitx.training.metrics_csv import naming
         from minitx.training.run import train
     commands = folder / "command.txt"
     earlier = commands.read_text(encoding="utf-8") if config.ckpt_path is not None and commands.exists() else ""

@@ -21,9 +21,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from minitx.ablation.design import AblationConfig
-from minitx.cli.command_line import Flags
 from minitx.cli.compose import build_config, build_grid, explaining, find_own_modules, readable, register_defaults, unlisted
 from minitx.cli.exit_codes import PastHydra, exit_code, sentence
+from minitx.cli.flags import Flags
 from minitx.cli.launch import FOLDER, job_name, launch, needs_launch, run_training, started_from_outside, stop_with_parent
 from minitx.config import CONFIG_DIR, ConfigError, RunConfig
 from minitx.config.part import import_modules

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.serialization import config as serialization
 
 from minitx.config import ConfigError, InitFrom, Part, TransformerConfig, is_node, to_dict
-from minitx.config.part import FROM_PYTHON, differences, find_target, import_modules
+from minitx.config.part import FROM_PYTHON, differing_keys, find_target, import_modules
 from minitx.config.schema import FailedRunError, defaults, first_line, read, require
 from minitx.config.training import FOLDER_READER, MODEL, Data, Model
 from minitx.config.training import Objective as ObjectivePart
@@ -379,7 +379,7 @@ def check_resumed(path: str | None, parts: Mapping[str, Part], state: Mapping[st
     saved, current = stored["config"], state["config"]
     model_defaults = defaults(TransformerConfig) if stored["model"]["_target_"] == MODEL else {}
     changes = {name: part.differences(saved[name]) for name, part in parts.items()}
-    changes["model"] = differences({**model_defaults, **stored["model"]}, state["model"], "model")
+    changes["model"] = differing_keys({**model_defaults, **stored["model"]}, state["model"], "model")
     if changes["model"]:
         raise ConfigError(f"{named} contains another model than the config: {'; '.join(changes['model'])}")
     _check_updates(named, changes)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from minitx.crash_safe import replacing
+from minitx.crash_safe import naming, replacing
 
 COLUMNS = (
     *("step", "train_loss", "val_loss", "val_accuracy", "lr", "grad_norm", "tokens", "seconds"),
@@ -21,15 +20,6 @@ COLUMNS = (
 
 OF_THE_MACHINE = frozenset(("seconds", "tokens_per_second", "memory_mb", "mfu"))
 """Columns that differ between two equal runs."""
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """A context that adds ``path`` to an ``OSError`` without a file name, such as the error of a full disk."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, error.filename or str(path)) from None
 
 
 class MetricsFile(Logger):

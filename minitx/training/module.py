@@ -26,6 +26,7 @@ from minitx.config import IGNORED, ConfigError, Part, TrainerConfig
 from minitx.config.schema import FailedRunError, require
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Batch, Task, seed_device
+from minitx.nn.changes import joined
 from minitx.nn.precision import widest_float
 from minitx.nn.transfer import to_host
 from minitx.training.checkpoints import network_weights
@@ -401,8 +402,7 @@ def unreached(names: Sequence[str]) -> str:
     >>> unreached(["a"]), unreached(["a", "b", "c", "d"])
     ('a gets no gradient from', 'a, b, c and 1 more get no gradient from')
     """
-    listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return f"{listed} {'gets' if len(names) == 1 else 'get'} no gradient from"
+    return f"{joined(names, ', ')} {'gets' if len(names) == 1 else 'get'} no gradient from"
 
 
 def hash_seed(*numbers: int) -> int:

@@ -10,8 +10,7 @@ from statistics import mean
 from typing import Any
 
 from minitx.config.schema import require
-from minitx.crash_safe import replacing
-from minitx.training.metrics_csv import naming
+from minitx.crash_safe import naming, replacing
 
 
 def read_json_lines(path: Path | str, keys: Collection[str] = ()) -> list[dict[str, Any]]:
@@ -20,9 +19,8 @@ def read_json_lines(path: Path | str, keys: Collection[str] = ()) -> list[dict[s
     Raises:
         ConfigError: another line is not JSON, or a line lacks one of ``keys``.
     """
-    path = Path(path)
-    lines = path.read_bytes().split(b"\n") if path.exists() else []
     records = []
+    lines = Path(path).read_bytes().split(b"\n") if Path(path).exists() else []
     for number, line in enumerate(lines, 1):
         record = _value(line)
         if record is not None or (line and number < len(lines)):
