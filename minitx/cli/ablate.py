@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import platform
+import re
 import shutil
 import signal
 import time
@@ -119,18 +120,15 @@ def check_judged(grid: AblationConfig, chosen: Sequence[Cell]) -> None:
                 rule is None or rule.window <= steps,
                 f"{place}.{key}.window={rule and rule.window} is longer than its runs of {steps} steps",
             )
-        is_measured = study.measures or "speedup" in study.scores
-        parts = compose_cell(of_study[0].overrides).callbacks.values() if is_measured else ()
+        needed = [*study.measures, *(["operations"] if "speedup" in study.scores else [])]
+        parts = compose_cell(of_study[0].overrides).callbacks.values() if needed else ()
         writers = [node for node in parts if node is not None and node.name.endswith(".Measures")]
         written = {f"loss_at_{length}" for node in writers for length in node.get("lengths", ())}
         written |= {"attention_error", "attention_cost"} if any(node.get("attention") for node in writers) else set()
         written |= {"operations"} if any(node.get("operations") for node in writers) else set()
         # other names are numbers that a user has added to ``Measures``, see CONTRIBUTING.md
-        written |= {
-            name for name in study.measures if writers and not name.startswith(("loss_at_", "attention_", "operations"))
-        }
-        needed = [*study.measures, *(["operations"] if "speedup" in study.scores else [])]
-        missing = [name for name in needed if name not in written]
+        is_ours = re.compile("loss_at_|attention_|operations").match
+        missing = [name for name in needed if name not in written and (not writers or is_ours(name))]
         require(
             not missing,
             f"{place}.measures={missing} are not measured: add a callback minitx.ablation.measures.Measures to the runs",

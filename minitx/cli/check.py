@@ -16,10 +16,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
-from minitx.cli.command_line import checkpoint_of, keys_set, open_stored, refuse_together, refusing, run_program, write
+from minitx.cli.command_line import ProgramConfig, checkpoint_of, open_stored, refusing, run_program, write
 from minitx.cli.compose import FilePath
 from minitx.config import ConfigError
-from minitx.config.schema import Config, Natural, first_line, require, shown
+from minitx.config.schema import Natural, first_line, require, shown
 
 if TYPE_CHECKING:
     from minitx.check.results import Report
@@ -34,7 +34,7 @@ is not run. The exit code is 1 if something is wrong, and 2 if there is nothing 
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckConfig(Config):
+class CheckConfig(ProgramConfig):
     """The keys of ``check.py``.
 
     Attributes:
@@ -75,9 +75,9 @@ class CheckConfig(Config):
 
     def check(self) -> None:
         require(bool(self.target or self.model), "FILE.py:NAME is missing, such as mine.py:attention, or model=FOLDER")
-        refuse_together(self, "model", "target", "strict", "stage", "mask")
-        refuse_together(self, "like", "only", "expect", "call", "strict", "stage", "mask")
-        refuse_together(self, "strict", "call", "stage")
+        self.refuse_together("model", "target", "strict", "stage", "mask")
+        self.refuse_together("like", "only", "expect", "call", "strict", "stage", "mask")
+        self.refuse_together("strict", "call", "stage")
         for key, value in {"": self.target, "weights=": self.weights}.items():
             require(not value or all(value.rpartition(":")), f"{key}{value} must be FILE.py:NAME, such as mine.py:attention")
         require(bool(self.like) or not self.weights, "weights is for a reference: add like=FILE.py:NAME")
@@ -174,9 +174,8 @@ def _twin_report(subject: Any, config: CheckConfig) -> Report:
 
     mine = subject if config.model else _instance_of(subject, config.target)
     is_file = ".py:" in config.like
-    reference = (
-        _instance_of(_object_at(config.like), config.like) if is_file else _stored_model(config.like, "like", config.trust)
-    )
+    reference = _object_at(config.like) if is_file else _stored_model(config.like, "like", config.trust)
+    reference = _instance_of(reference, config.like)
     for model, word in ((mine, config.target), (reference, config.like)):
         require(
             callable(model) and not inspect.isclass(model),
@@ -196,7 +195,7 @@ def _twin_report(subject: Any, config: CheckConfig) -> Report:
 def _command(config: CheckConfig, *keys: str) -> str:
     """Return the command that repeats a check, with those of ``keys`` that are set, and with the seed."""
     subject = f"model={config.model}" if config.model else config.target
-    typed = [key for key in keys if key in keys_set(config) or key == "seed"]
+    typed = [key for key in keys if key in config.typed_keys or key == "seed"]
     return f"minitx-check {shlex.join([subject, *(f'{key}={shown(getattr(config, key))}' for key in typed)])}"
 
 
@@ -301,13 +300,10 @@ def _module_at(path: str) -> ModuleType:
 def _unload_namesakes(folder: str) -> None:
     """Unload what earlier files imported from their own folders, if ``folder`` has a module of the same name."""
     names = list(itertools.dropwhile(lambda name: not name.startswith(PREFIX), sys.modules))  # imported since the first file
-    files = {name: getattr(sys.modules[name], "__file__", None) or "" for name in names}
-    earlier = {os.path.dirname(file) for name, file in files.items() if name.startswith(PREFIX)} - {folder}
-    namesakes = {
-        name
-        for name, file in files.items()
-        if {os.path.dirname(file), os.path.dirname(os.path.dirname(file))} & earlier and PathFinder.find_spec(name, [folder])
-    }
+    homes = {name: os.path.dirname(getattr(sys.modules[name], "__file__", None) or "") for name in names}
+    earlier = {home for name, home in homes.items() if name.startswith(PREFIX)} - {folder}
+    own = (name for name, home in homes.items() if earlier & {home, os.path.dirname(home)})  # modules and packages
+    namesakes = {name for name in own if PathFinder.find_spec(name, [folder])}
     for name in names:
         if name.partition(".")[0] in namesakes:
             del sys.modules[name]

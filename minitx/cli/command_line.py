@@ -17,15 +17,29 @@ from minitx.cli.compose import FilePath, Options, compose_program, find_own_modu
 from minitx.cli.exit_codes import exit_code
 from minitx.cli.flags import Flags
 from minitx.config import ConfigError
-from minitx.config.schema import Config, require
+from minitx.config.schema import Config, defaults, require
 
 if TYPE_CHECKING:
     from minitx.data.tokenizers import Tokenizer
     from minitx.training.checkpoints import Stored
 
 
+class ProgramConfig(Config):
+    """The keys of a program."""
+
+    @property
+    def typed_keys(self) -> set[str]:
+        """The keys whose values are not the defaults."""
+        return {name for name, default in defaults(type(self)).items() if getattr(self, name) != default}
+
+    def refuse_together(self, key: str, *others: str) -> None:
+        """Raise a ConfigError if ``key`` and one of ``others`` are set."""
+        for other in others:
+            require(not {key, other} <= self.typed_keys, f"{key} and {other} cannot be combined: remove one of them")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StoredConfig(Config):
+class StoredConfig(ProgramConfig):
     """The keys of every program that reads a checkpoint.
 
     Attributes:
@@ -102,17 +116,6 @@ def meanings(cls: type) -> dict[str, str]:
         for name, meaning in re.findall(r"^ {4}(\w+): (.*(?:\n {8,}.*)*)", text, flags=re.MULTILINE):
             known[name] = re.sub(r"\s+", " ", meaning).rstrip(".")
     return known
-
-
-def keys_set(config: Config) -> set[str]:
-    """Return the keys of a program whose values are not the defaults."""
-    return {field.name for field in dataclasses.fields(config) if getattr(config, field.name) != field.default}
-
-
-def refuse_together(config: Config, key: str, *others: str) -> None:
-    """Raise a ConfigError if ``key`` and one of ``others`` are set."""
-    for other in others:
-        require(not {key, other} <= keys_set(config), f"{key} and {other} cannot be combined: remove one of them")
 
 
 def check_output(path: str, *endings: str) -> None:

@@ -12,17 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minitx.cli.command_line import (
-    StoredConfig,
-    check_output,
-    checkpoint_of,
-    keys_set,
-    refuse_together,
-    refusing,
-    run_program,
-    write,
-    writing,
-)
+from minitx.cli.command_line import StoredConfig, check_output, checkpoint_of, refusing, run_program, write, writing
 from minitx.cli.compose import FilePath
 from minitx.config import ConfigError
 from minitx.config.schema import Config, Count, Natural, require
@@ -87,12 +77,12 @@ class ViewConfig(StoredConfig):
 
     def check(self) -> None:
         require(bool(self.ckpt_path or self.model), "ckpt_path is missing: add ckpt_path=FILE, or model=FOLDER")
-        typed = keys_set(self)
+        typed = self.typed_keys
         for name in ("row", "trust"):
             require(not {name, "model"} <= typed, f"{name} is for checkpoints: model= has no data, and its code never runs")
-        refuse_together(self, "model", "ckpt_path")
-        refuse_together(self, "text", "row")
-        refuse_together(self, "compare", "compare_text")
+        self.refuse_together("model", "ckpt_path")
+        self.refuse_together("text", "row")
+        self.refuse_together("compare", "compare_text")
         for name in ("model", "target", "compare_text"):
             require(name not in typed or "text" in typed, f"text is missing: {name} needs text=TEXT")
         require(not (self.knock_out and self.is_film), "knock_out is for a page, not for a film")

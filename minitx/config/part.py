@@ -115,7 +115,7 @@ class Part(Readable):
         require(isinstance(args, list | tuple), f"{path}._args_={args} must be a list")
         arguments = {str(key): value for key, value in values.items() if key not in KEYS_OF_NODES}
         part = cls(path, name, find_target(name, path), arguments, tuple(args), bool(values.get("_partial_")))
-        return part._with_arguments_read(takes)
+        return part._resolved(takes)
 
     @classmethod
     def of_object(cls, value: Any, path: str, **run_values: Any) -> Part:
@@ -130,7 +130,7 @@ class Part(Readable):
         """
         takes = next((annotation for annotation in annotations if isinstance(annotation, Takes)), Takes())
         if isinstance(value, Part):
-            return value if value.path else dataclasses.replace(value, path=key)._with_arguments_read(takes)
+            return value if value.path else dataclasses.replace(value, path=key)._resolved(takes)
         is_known = key.rpartition(".")[2] in takes.known
         if is_known and value is False:
             return None
@@ -141,7 +141,7 @@ class Part(Readable):
         part = cls.of(values, key, takes)
         return None if is_off else part
 
-    def _with_arguments_read(self, takes: Takes) -> Part:
+    def _resolved(self, takes: Takes) -> Part:
         """Return this part with its arguments read by the signature of its target."""
         if self.args and config_class_of(self.target) is not None:
             raise ConfigError(f"{self.path}._args_={list(self.args)}: the arguments of {self.name} have names")
@@ -225,9 +225,7 @@ class Part(Readable):
     def with_(self, **arguments: Any) -> Part:
         """Return this part with some arguments or ``run_values`` replaced."""
         changed = dataclasses.replace(self, arguments={**self._values(), **arguments})
-        return (
-            changed._with_arguments_read(self.takes) if self.path else changed
-        )  # a part outside a config is read when a config takes it
+        return changed._resolved(self.takes) if self.path else changed  # a part outside a config is read when a config takes it
 
     def with_fields(self, fields: Any) -> Part:
         """Return this part with ``fields`` replaced."""
@@ -249,11 +247,7 @@ class Part(Readable):
             ConfigError: an argument is missing, or the target raises an error. The message begins with ``path``.
         """
         if not self.path:  # created in Python, outside a config
-            return (
-                dataclasses.replace(self, path=self.name)
-                ._with_arguments_read(Takes(len(first), offered))
-                .build(*first, **offered)
-            )
+            return dataclasses.replace(self, path=self.name)._resolved(Takes(len(first), offered)).build(*first, **offered)
         args, arguments = self._built_arguments()
         more = {name: value for name, value in offered.items() if name in self.names and name not in arguments}
         missing = [name for name in required(self.target, len(first) + len(args)) if name not in {**arguments, **more}]

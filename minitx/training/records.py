@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -31,7 +32,7 @@ def read_json_lines(path: Path | str, keys: Collection[str] = ()) -> list[dict[s
 
 def end_last_line(path: Path) -> None:
     """End the last line of a JSON Lines file, or remove it if a crash has cut it short, so that the next record has its own line."""
-    _, _, last = (path.read_bytes() if path.exists() else b"").rpartition(b"\n")
+    last = path.read_bytes().rpartition(b"\n")[2] if path.exists() else b""
     if _value(last) is not None:
         with path.open("ab") as file:
             file.write(b"\n")
@@ -41,10 +42,9 @@ def end_last_line(path: Path) -> None:
 
 def _value(line: bytes) -> Any:
     """Return the value of a line, or None if the line is not JSON."""
-    try:
+    with suppress(ValueError):
         return json.loads(line)
-    except ValueError:
-        return None
+    return None
 
 
 def add_records(path: Path, *records: Mapping[str, Any]) -> None:
