@@ -223,6 +223,7 @@ def _keys_of(words: Sequence[str]) -> list[str]:
 
 
 def _hydra_config(words: Sequence[str]) -> DictConfig:
+    """Like ``hydra_config``, but errors are those of Hydra."""
     register_defaults()
     overrides = [word for word in words if not word.startswith(CONFIG_DIR)]
     folders = find_own_modules(words)
