@@ -6,7 +6,7 @@ import pytest
 from omegaconf import DictConfig
 
 from minitx.cli import train
-from minitx.cli.compose import composed
+from minitx.cli.compose import hydra_config
 from minitx.config import ConfigError
 from tests.cli.conftest import RESULT
 from tests.composing import composing_anew
@@ -35,17 +35,17 @@ def described(node: Any) -> Any:
 @pytest.mark.parametrize("words", WORDS)
 def test_a_kept_composition_is_what_hydra_composes(words):
     with composing_anew():
-        made = composed(words.split())
-    first, second = composed(words.split()), composed(words.split())
+        made = hydra_config(words.split())
+    first, second = hydra_config(words.split()), hydra_config(words.split())
     assert described(first) == described(made)
     assert described(second) == described(made)
     assert first == made
 
 
 def test_a_change_of_a_composed_config_stays_there():
-    first = composed(["experiment=char_lm"])
+    first = hydra_config(["experiment=char_lm"])
     first.trainer.clear()
-    assert composed(["experiment=char_lm"]).trainer
+    assert hydra_config(["experiment=char_lm"]).trainer
 
 
 def test_a_file_of_a_user_that_changed_is_read_again(tmp_path):
@@ -54,7 +54,7 @@ def test_a_file_of_a_user_that_changed_is_read_again(tmp_path):
     for seed in (3, 5, 3):
         file.write_text(f"# @package _global_\nexperiment: own\nseed: {seed}\n", encoding="utf-8")
         for _ in range(2):
-            assert composed([f"--config-dir={tmp_path}", "experiment=own"]).seed == seed
+            assert hydra_config([f"--config-dir={tmp_path}", "experiment=own"]).seed == seed
 
 
 def test_the_mode_that_a_word_or_a_file_of_a_user_sets_is_read(tmp_path, monkeypatch):
@@ -77,14 +77,14 @@ def test_an_option_of_a_user_that_names_another_choice_is_that_choice(tmp_path):
     }.items():
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text(content, encoding="utf-8")
-    assert composed([f"--config-dir={tmp_path}", "experiment=own"]).seed == 5
+    assert hydra_config([f"--config-dir={tmp_path}", "experiment=own"]).seed == 5
 
 
 def test_a_mistake_in_a_kept_composition_is_named_as_hydra_names_it():
     for words in (["experiment=char_lm", "optimizer=adamw", "optimiser.lr=1"], ["experiment=nothing"]):
         with composing_anew(), pytest.raises(ConfigError) as made:
-            composed(words)
+            hydra_config(words)
         for _ in range(2):
             with pytest.raises(ConfigError) as kept:
-                composed(words)
+                hydra_config(words)
             assert str(kept.value) == str(made.value)

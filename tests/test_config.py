@@ -73,7 +73,7 @@ def of_shape(shape, core=None):
 def test_a_target_may_take_the_fields_of_a_dataclass():
     made = node(of_shape, embed_dim=12, num_heads=3)
     assert (made.name, made.target, made.arguments) == (f"{__name__}.of_shape", of_shape, {"embed_dim": 12, "num_heads": 3})
-    assert Part.read(made, "model").fields == Shape(embed_dim=12, num_heads=3)
+    assert Part.from_plain(made, "model").fields == Shape(embed_dim=12, num_heads=3)
     assert read_call(of_shape, {"embed_dim": 12, "num_heads": 3}) == {"shape": Shape(embed_dim=12, num_heads=3)}
     assert defaults(of_shape)["embed_dim"] == TransformerConfig().embed_dim
     with pytest.raises(ConfigError, match=r"^model.num_head is not a key \(did you mean model.num_heads\?\)"):
@@ -92,11 +92,11 @@ def scaled(values, seed: int = 7, *, by: Count = 2, kind: Literal["a", "b"] = "a
 
 
 def test_a_part_is_built_with_what_the_run_offers_to_the_arguments_that_it_names():
-    part = Part.read(node(scaled, by=3), "data", Takes(first=1, offers=("seed", "size")))
+    part = Part.from_plain(node(scaled, by=3), "data", Takes(first=1, offers=("seed", "size")))
     assert part.build([1, 2], seed=5, size=4) == ([3, 6], 5, "a")
     assert part.with_(seed=1).build([1], seed=5) == ([3], 1, "a")  # the config comes before the run
     assert part.plain() == {"_target_": f"{__name__}.scaled", "by": 3, "kind": "a"}  # the seed is the run's
-    assert part == Part.read(node(scaled, by=3.0, kind="a"), "other", Takes(first=1)) != part.with_(kind="b")
+    assert part == Part.from_plain(node(scaled, by=3.0, kind="a"), "other", Takes(first=1)) != part.with_(kind="b")
     assert part.differences({"_target_": f"{__name__}.scaled", "by": 4}) == ["data.by 4 != 3"]
     with pytest.raises(ConfigError, match=r"^data\.by=x must be a whole number"):
         part.with_(by="x")
@@ -104,7 +104,7 @@ def test_a_part_is_built_with_what_the_run_offers_to_the_arguments_that_it_names
 
 def test_a_function_of_python_without_a_name_in_a_module_is_a_part_too():
     part = node(lambda size, *, inner=None: (size, inner), inner=node(lambda: 5))
-    assert Part.read(part.with_(size=4), "data").build() == part.build(size=4) == (4, 5)
+    assert Part.from_plain(part.with_(size=4), "data").build() == part.build(size=4) == (4, 5)
 
 
 def test_a_part_may_be_a_partial_function_and_take_arguments_by_position():

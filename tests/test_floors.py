@@ -19,13 +19,14 @@ PACKAGE = Path(minitx.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 PLOTS = {"matplotlib"}
 NUMBERS = {"torch", "numpy", "safetensors"}
-BELOW = {"config", "nn"}
+BELOW = {"config", "crash_safe", "nn"}
 CORE = BELOW | {"data", "generation", "training"}  # what an ablation stands on
 AROUND = {"analysis", "check", "interop"}  # no package of the core imports these
 # package or file: (packages of minitx that it may import, others at import, others inside functions); a package may import itself
 ROOMS: dict[str, tuple[set[str], set[str], set[str]]] = {
     "": (set(), set(), set()),
     "canvas": (set(), set(), PLOTS),
+    "crash_safe": (set(), set(), set()),
     "config": (set(), set(), set()),
     "nn": ({"config"}, {"torch"}, set()),
     "data": (BELOW, {"torch", "numpy", "tokenizers", "lightning", "filelock"},

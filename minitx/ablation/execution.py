@@ -22,21 +22,46 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from minitx.ablation.design import AblationConfig
-from minitx.ablation.grid import Cell, GridPlace, Record, end_last_line, read_json_lines, solved_step
+from minitx.ablation.design import AblationConfig, ThresholdConfig
+from minitx.ablation.grid import RECORD_KEYS, Cell, GridPlace, Record, solved_step
 from minitx.config import ConfigError
+from minitx.training.records import end_last_line, read_json_lines
 
 log = logging.getLogger(__name__)
 duration = tqdm.format_interval  # seconds as MM:SS or H:MM:SS
 
-RunCell = Callable[..., dict[str, Any]]
-"""A function that runs a cell in a worker. Its arguments are the overrides, the folder, the number of steps, whether to keep
-the weights, whether to keep attention weights, and the rule of a threshold or None."""
+
+@dataclass(frozen=True)
+class CellJob:
+    """A cell as a worker runs it.
+
+    Attributes:
+        words: the overrides of the run.
+        folder: the folder of the run.
+        steps: the number of its steps.
+        keeps_weights: whether to keep the weights, because other cells start from them.
+        keeps_attention: whether to keep attention weights in the record.
+        threshold: the rule of a threshold; None: an ordinary run.
+        rehearses: whether to rehearse the run, unless its config disables that.
+    """
+
+    words: Sequence[str]
+    folder: Path
+    steps: int
+    keeps_weights: bool = False
+    keeps_attention: bool = False
+    threshold: ThresholdConfig | None = None
+    rehearses: bool = False
+
+
+RunCell = Callable[[CellJob], dict[str, Any]]
+"""A function that runs a cell in a worker, and returns the ``result`` of its record."""
 
 
 # --- pools
@@ -152,7 +177,7 @@ class Book:
 
     def __init__(self, cells: Sequence[Cell], folder: Path, after_line: Callable[[], None]) -> None:
         self.folder, self.path, self.after_line = folder, folder / "cells.jsonl", after_line
-        last = {record["cell"]: record for record in read_json_lines(self.path)}
+        last = {record["cell"]: record for record in read_json_lines(self.path, RECORD_KEYS)}
         by_place = {cell.place: last[cell.hash] for cell in cells if cell.hash in last}
         self.known = {place: record for place, record in by_place.items() if record["status"] != "failed"}
         for cell in reversed(cells):
@@ -251,10 +276,16 @@ class CellQueue:
             self.book.write(cell, "not run", reason=reason)
         if cell.place in records:
             return cell
-        words, folder = cell.words(self.book.folder), str(cell.folder(self.book.folder))
-        keep = self.grid.studies[cell.place.study].keep_attention
-        arguments = (words, folder, cell.steps(), cell.keeps_weights, keep, cell.threshold, arm_of(cell) not in self.done_arms)
-        self.running[cell] = (self.pool.submit(attempt, self.run_cell, *arguments), time.perf_counter())
+        job = CellJob(
+            words=cell.words(self.book.folder),
+            folder=cell.folder(self.book.folder),
+            steps=cell.steps(),
+            keeps_weights=cell.keeps_weights,
+            keeps_attention=self.grid.studies[cell.place.study].keep_attention,
+            threshold=cell.threshold,
+            rehearses=arm_of(cell) not in self.done_arms,
+        )
+        self.running[cell] = (self.pool.submit(attempt, self.run_cell, job), time.perf_counter())
         return None
 
     def collect(self) -> Cell | None:
@@ -282,10 +313,10 @@ def arm_of(cell: Cell) -> tuple[str, str]:
     return cell.place.study, cell.place.arm
 
 
-def attempt(function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
+def attempt(run_cell: RunCell, job: CellJob) -> dict[str, Any]:
     """Return ``{"result": ...}`` or ``{"error": message}``, because some exceptions cannot be pickled."""
     try:
-        return {"result": function(*arguments)}
+        return {"result": run_cell(job)}
     except Exception as error:
         return {"error": " ".join(f"{type(error).__name__}: {error}".split())}
 

@@ -53,7 +53,6 @@ import math
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -382,28 +381,6 @@ class Runs:
 
 RECORD_KEYS = ("cell", "study", "arm", "factors", "seed", "overrides", "status", "result")
 """Keys that each record of a grid has."""
-
-
-def read_json_lines(path: Path, keys: Iterable[str] = RECORD_KEYS) -> list[Record]:
-    """Read the records of a ``cells.jsonl``; [] if it does not exist. An incomplete line, after a crash, is skipped.
-
-    Raises:
-        ConfigError: a complete line lacks one of ``keys``.
-    """
-    records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.exists() else [], 1):
-        with suppress(json.JSONDecodeError):
-            record = json.loads(line)
-            require(isinstance(record, dict) and record.keys() >= {*keys}, f"{path}: line {number} is not a record of a run")
-            records.append(record)
-    return records
-
-
-def end_last_line(path: Path) -> None:
-    """End the last line of a file of records, which a crash may have cut short, so that the next record has a line of its own."""
-    if path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n"):
-        with path.open("a", encoding="utf-8") as file:
-            file.write("\n")
 
 
 def solved_step(result: Mapping[str, Any], solved: WindowConfig) -> int | None:

@@ -19,7 +19,6 @@ import lightning.pytorch as L
 import torch
 
 from minitx.ablation.design import ThresholdConfig
-from minitx.ablation.grid import end_last_line, read_json_lines
 from minitx.ablation.measures import START_FILE, read_numbers, short
 from minitx.config import RunConfig
 from minitx.config.training import CALLBACKS
@@ -27,6 +26,7 @@ from minitx.training.devices import process_settings
 from minitx.training.fit import build_all
 from minitx.training.module import NonFiniteError, TrainingModule, build_module
 from minitx.training.net import PURE, in_own_dtype
+from minitx.training.records import end_last_line, read_json_lines
 from minitx.training.run import open_parts
 from minitx.training.step_log import StepCallback, step_means
 from minitx.training.trainer import build_trainer, quiet_lightning
@@ -133,7 +133,7 @@ def measure_threshold(config: RunConfig, folder: Path, rule: ThresholdConfig) ->
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / RUNS_FILE
-    known = {run["rate"]: run for run in read_json_lines(path, keys=["rate", "stable"])}
+    known = {run["rate"]: run for run in read_json_lines(path, ["rate", "stable"])}
     end_last_line(path)
     with quiet_lightning(), process_settings(config.trainer):
         runs = RateRuns(config, folder, rule)

@@ -27,6 +27,7 @@ from minitx.analysis.statistics import (
     token_cosine_sums,
 )
 from minitx.config.schema import Config, Count, Natural, require, takes_fields_of
+from minitx.crash_safe import naming
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Batch, counting
 from minitx.nn.attention import attention_cores
@@ -35,7 +36,7 @@ from minitx.nn.blocks import is_block
 from minitx.nn.modes import evaluating
 from minitx.nn.precision import full_precision
 from minitx.nn.transfer import to_host
-from minitx.training.metrics_csv import MetricsFile, naming
+from minitx.training.metrics_csv import MetricsFile
 from minitx.training.module import TrainingModule
 from minitx.training.objectives import checked_sums
 from minitx.training.records import add_records, drop_records, over_heads

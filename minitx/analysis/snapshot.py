@@ -33,6 +33,7 @@ from minitx.analysis.recorder import (
 from minitx.analysis.statistics import over_tiles
 from minitx.analysis.token_places import home_of, with_positions
 from minitx.config.schema import stated
+from minitx.crash_safe import replacing
 from minitx.nn.arguments import Arguments
 from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.blocks import Block
@@ -470,8 +471,7 @@ def _places_of_patches(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]
 def write_snapshot(snapshot: Snapshot, folder: Path) -> Path:
     """Write a snapshot to ``folder/step_00000100.safetensors``.
 
-    Weights are in float16, logits in float32, masks as bytes, and tokens in the header. The file is written under another name and
-    then renamed, so that readers never see half a file.
+    Weights are in float16, logits in float32, masks as bytes, and tokens in the header. Readers never see half a file.
     """
     from safetensors.torch import save_file
 
@@ -487,9 +487,11 @@ def write_snapshot(snapshot: Snapshot, folder: Path) -> Path:
         header["answers"] = [snapshot.answers.axis, [[asdict(answer) for answer in row] for row in snapshot.answers.rows]]
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{snapshot.step or 0:08}.safetensors"
-    part = path.with_suffix(".part")
-    save_file({name: t.contiguous() for name, t in tensors.items()}, part, {"minitx": json.dumps(header, ensure_ascii=False)})
-    return part.replace(path)
+    with replacing(path) as part:
+        save_file(
+            {name: t.contiguous() for name, t in tensors.items()}, part, {"minitx": json.dumps(header, ensure_ascii=False)}
+        )
+    return path
 
 
 def read_snapshot(path: Path) -> Snapshot:

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import platform
+import re
 import shutil
 import signal
 import time
@@ -17,9 +18,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from minitx.ablation.design import AblationConfig, ThresholdConfig, settings
-from minitx.ablation.execution import SLURM_JOBS, LocalPool, SlurmPool, WorkerPool, duration, run_cells
-from minitx.ablation.grid import Cell, Record, Runs, cells, code_fingerprint, command_of, read_json_lines
+from minitx.ablation.design import AblationConfig, settings
+from minitx.ablation.execution import SLURM_JOBS, CellJob, LocalPool, SlurmPool, WorkerPool, duration, run_cells
+from minitx.ablation.grid import RECORD_KEYS, Cell, Record, Runs, cells, code_fingerprint, command_of
 from minitx.ablation.judge import judge
 from minitx.ablation.report import module_of, write_report
 from minitx.cli.compose import by_key, compose_cell, compose_config, for_cells
@@ -27,7 +28,9 @@ from minitx.cli.exit_codes import CellsFailedError, sentence
 from minitx.cli.launch import run_training
 from minitx.config import CONFIG_DIR, ConfigError
 from minitx.config.schema import require
+from minitx.crash_safe import replacing
 from minitx.training import StoppedError, stop_signals
+from minitx.training.records import read_json_lines
 
 log = logging.getLogger("minitx")
 
@@ -117,18 +120,15 @@ def check_judged(grid: AblationConfig, chosen: Sequence[Cell]) -> None:
                 rule is None or rule.window <= steps,
                 f"{place}.{key}.window={rule and rule.window} is longer than its runs of {steps} steps",
             )
-        is_measured = study.measures or "speedup" in study.scores
-        parts = compose_cell(of_study[0].overrides).callbacks.values() if is_measured else ()
+        needed = [*study.measures, *(["operations"] if "speedup" in study.scores else [])]
+        parts = compose_cell(of_study[0].overrides).callbacks.values() if needed else ()
         writers = [node for node in parts if node is not None and node.name.endswith(".Measures")]
         written = {f"loss_at_{length}" for node in writers for length in node.get("lengths", ())}
         written |= {"attention_error", "attention_cost"} if any(node.get("attention") for node in writers) else set()
         written |= {"operations"} if any(node.get("operations") for node in writers) else set()
         # other names are numbers that a user has added to ``Measures``, see CONTRIBUTING.md
-        written |= {
-            name for name in study.measures if writers and not name.startswith(("loss_at_", "attention_", "operations"))
-        }
-        needed = [*study.measures, *(["operations"] if "speedup" in study.scores else [])]
-        missing = [name for name in needed if name not in written]
+        is_ours = re.compile("loss_at_|attention_|operations").match
+        missing = [name for name in needed if name not in written and (not writers or is_ours(name))]
         require(
             not missing,
             f"{place}.measures={missing} are not measured: add a callback minitx.ablation.measures.Measures to the runs",
@@ -146,7 +146,8 @@ def stored_records(chosen: Sequence[Cell], path: Path) -> list[Record]:
 
     current, names = {without_folders(cell.overrides) for cell in chosen}, {cell.hash for cell in chosen}
     records = sorted(
-        read_json_lines(path), key=lambda record: (without_folders(record["overrides"]) in current, record["cell"] in names)
+        read_json_lines(path, RECORD_KEYS),
+        key=lambda record: (without_folders(record["overrides"]) in current, record["cell"] in names),
     )
     done = Runs.of([cell.place for cell in chosen], records)
     others = [run for run in done.all if run.status == "done" and without_folders(run.record["overrides"]) not in current]
@@ -164,35 +165,26 @@ def write_findings(grid: AblationConfig, chosen: Sequence[Cell], records: Sequen
     log.info("\n%s\n\n%s", "\n".join(sentences), folder / "report.html")
 
 
-def run_cell(
-    words: Sequence[str],
-    folder: str,
-    cap: int,
-    keep_weights: bool,
-    keep_attention: bool,
-    threshold: ThresholdConfig | None = None,
-    rehearse: bool = False,
-) -> dict[str, Any]:
+def run_cell(job: CellJob) -> dict[str, Any]:
     """Run a cell (an ordinary training run or a threshold) in a worker process. Return the ``result`` of its record."""
     from minitx.ablation.measures import result_of
 
-    place = Path(folder)
-    if threshold is not None:
+    if job.threshold is not None:
         from minitx.ablation.thresholds import measure_threshold
 
-        outcome = measure_threshold(compose_cell(words), place, threshold)
-        shutil.rmtree(place)
+        outcome = measure_threshold(compose_cell(job.words), job.folder, job.threshold)
+        shutil.rmtree(job.folder)
         return outcome
-    shutil.rmtree(place, ignore_errors=True)  # remains of a killed run
-    config = compose_cell(words)
-    trainer = dataclasses.replace(config.trainer, rehearse=rehearse and config.trainer.rehearse)
+    shutil.rmtree(job.folder, ignore_errors=True)  # remains of a killed run
+    config = compose_cell(job.words)
+    trainer = dataclasses.replace(config.trainer, rehearse=job.rehearses and config.trainer.rehearse)
     config = dataclasses.replace(config, trainer=trainer)
-    trained = run_training(config, place, command_of(words))
-    result = result_of(place, trained, cap)
-    if keep_attention:
-        result["attention"] = first_heads(place)
-    if not keep_weights:
-        shutil.rmtree(place, ignore_errors=True)
+    trained = run_training(config, job.folder, command_of(job.words))
+    result = result_of(job.folder, trained, job.steps)
+    if job.keeps_attention:
+        result["attention"] = first_heads(job.folder)
+    if not job.keeps_weights:
+        shutil.rmtree(job.folder, ignore_errors=True)
     return result
 
 
@@ -268,9 +260,8 @@ class Launch:
     def keep(self) -> None:
         """Write the entry with the duration so far."""
         entry = {**self.facts, "wall_seconds": round(self.seconds(), 1)}
-        new = self.path.with_suffix(".new")
-        new.write_text(json.dumps([*self.before, entry], indent=1) + "\n", encoding="utf-8")
-        os.replace(new, self.path)
+        with replacing(self.path) as new:
+            new.write_text(json.dumps([*self.before, entry], indent=1) + "\n", encoding="utf-8")
 
 
 def launches(path: Path) -> list[dict[str, Any]]:

@@ -5,20 +5,22 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import inspect
+import itertools
 import os
 import shlex
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from minitx.cli import importing
-from minitx.cli.command_line import checkpoint_of, open_stored, refusing, run_program, write
+from minitx.cli.command_line import ProgramConfig, checkpoint_of, open_stored, refusing, run_program, write
 from minitx.cli.compose import FilePath
 from minitx.config import ConfigError
-from minitx.config.schema import Config, Natural, first_line, require
+from minitx.config.schema import Natural, first_line, require, shown
 
 if TYPE_CHECKING:
     from minitx.check.results import Report
@@ -33,7 +35,7 @@ is not run. The exit code is 1 if something is wrong, and 2 if there is nothing 
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckConfig(Config):
+class CheckConfig(ProgramConfig):
     """The keys of ``check.py``.
 
     Attributes:
@@ -74,27 +76,14 @@ class CheckConfig(Config):
 
     def check(self) -> None:
         require(bool(self.target or self.model), "FILE.py:NAME is missing, such as mine.py:attention, or model=FOLDER")
-        require(
-            not (self.target and self.model), f"model={self.model} and {self.target} cannot be combined: remove one of them"
-        )
-        if not self.model and not all(self.target.rpartition(":")):
-            raise ConfigError(f"{self.target} must be FILE.py:NAME, such as mine.py:attention")
-        require(
-            not self.model or not (self.strict or self.stage or self.mask),
-            "stage, strict and mask are for functions, not for models: remove them",
-        )
-        is_alone = self.call is None or bool(self.target) or ".py:" in self.call
-        require(is_alone, f"call={self.call} needs a file, because model= has none: call=FILE.py:{self.call}")
-        require(not (self.strict and self.call), "strict=true and call cannot be combined: remove one of them")
-        require(
-            not self.like or not (self.strict or self.stage or self.mask or self.only or self.expect or self.call),
-            "only, expect, call, stage, strict and mask cannot be combined with like: remove them",
-        )
+        self.refuse_together("model", "target", "strict", "stage", "mask")
+        self.refuse_together("like", "only", "expect", "call", "strict", "stage", "mask")
+        self.refuse_together("strict", "call", "stage")
+        for key, value in {"": self.target, "weights=": self.weights}.items():
+            require(not value or all(value.rpartition(":")), f"{key}{value} must be FILE.py:NAME, such as mine.py:attention")
         require(bool(self.like) or not self.weights, "weights is for a reference: add like=FILE.py:NAME")
-        require(
-            not self.weights or ".py:" in self.weights, f"weights={self.weights} must be FILE.py:NAME, such as mine.py:convert"
-        )
-        require(not self.strict or self.stage is None, "strict=true and stage cannot be combined: remove one of them")
+        has_file = self.call is None or bool(self.target) or ".py:" in self.call
+        require(has_file, f"call={self.call} needs a file, because model= has none: call=FILE.py:{self.call}")
         if self.json and not Path(self.json).absolute().parent.is_dir():
             raise ConfigError(f"json={self.json} is in a folder that does not exist")
 
@@ -114,12 +103,13 @@ def main() -> int:
 
 def _run_check(config: CheckConfig) -> Report:
     with importing():
-        subject = _loaded(config.model, "model", config.trust) if config.model else _named(config.target)
-    adapter = _adapter(config)
+        module = None if config.model else _module_at(config.target.rpartition(":")[0])
+        subject = _object_at(config.target, module) if module else _stored_model(config.model, "model", config.trust)
+    adapter = _adapter(config, module)
     if config.like:
         report = _twin_report(subject, config)
     else:
-        report = _model_report(subject, config, adapter) if config.model else _report(subject, config, adapter)
+        report = _model_report(subject, config, adapter) if config.model else _code_report(subject, config, adapter)
     if config.json:
         with refusing(f"json={config.json} cannot be written: ", (OSError,)):
             Path(config.json).write_text(report.json(), encoding="utf-8")
@@ -127,20 +117,20 @@ def _run_check(config: CheckConfig) -> Report:
     return report
 
 
-def _report(subject: Any, config: CheckConfig, adapter: Any) -> Report:
+def _code_report(subject: Any, config: CheckConfig, adapter: Any) -> Report:
     """Return the report on the subject that the file defines."""
     from torch.nn import Module
 
     from minitx.check.calls import check_attention
 
-    made = _made(subject, config.target)
+    made = _instance_of(subject, config.target)
     is_model = _is_whole_model(made)
     if adapter is not None and isinstance(made, Module):  # (model, input_ids, keep), or (function, query, key, value, mask)
         is_model = len(inspect.signature(adapter).parameters) <= 3
     if is_model and not (config.strict or config.stage is not None or config.mask is not None):
         return _model_report(made, config, adapter)
     with refusing(f"{config.target}: ", (ValueError, TypeError)):
-        require(config.only is None and config.expect is None, f"only and expect are for models{_why_none(subject)}")
+        require(config.only is None and config.expect is None, f"only and expect are for models{_advice_for_models(subject)}")
         return check_attention(
             subject if inspect.isclass(subject) else made,
             strict=config.strict,
@@ -155,13 +145,9 @@ def _report(subject: Any, config: CheckConfig, adapter: Any) -> Report:
 def _model_report(model: Any, config: CheckConfig, adapter: Any) -> Report:
     from minitx.check.language_models import check_model
 
-    repeat = f"minitx-check {shlex.quote(f'model={config.model}' if config.model else config.target)}"
-    for key, value in (("expect", config.expect), ("call", config.call)):
-        repeat += "" if value is None else f" {shlex.quote(f'{key}={value}')}"
-    repeat += " trust=true" * config.trust + (f" device={config.device}" if config.device != "cpu" else "")
     if sys.stderr.isatty():  # some seconds without output follow
         sys.stderr.write(f"checking {type(model).__name__} ...\n")
-    with refusing(), _using(config.device):
+    with refusing(), _refusing_device(config.device):
         return check_model(
             model,
             only=config.properties,
@@ -169,18 +155,17 @@ def _model_report(model: Any, config: CheckConfig, adapter: Any) -> Report:
             call=adapter,
             seed=config.seed,
             device=config.device,
-            repeat=repeat,
+            repeat=_command(config, "expect", "call", "trust", "device"),
         )
 
 
-def _adapter(config: CheckConfig) -> Any:
-    """Return the function that ``call`` names, or None."""
+def _adapter(config: CheckConfig, own: ModuleType | None) -> Any:
+    """Return the function that ``call`` names, from a file or from ``own``, the file of the target. Without ``call``, return None."""
     if config.call is None:
         return None
-    path, _, name = config.call.rpartition(":")
-    own = config.target.rpartition(":")[0]
-    module = _module(path) if path else sys.modules[Path(own).stem]  # the file of the target is loaded
-    adapter = _object(module, path or own, name)
+    is_own = ":" not in config.call
+    path = config.target.rpartition(":")[0]
+    adapter = _object_at(f"{path}:{config.call}", own) if is_own else _object_at(config.call)
     require(inspect.isfunction(adapter), f"call={config.call} must be a function, got {type(adapter).__name__}")
     return adapter
 
@@ -189,33 +174,39 @@ def _twin_report(subject: Any, config: CheckConfig) -> Report:
     """Return the comparison of a port with its reference."""
     from minitx.check.twins import twin
 
-    mine = subject if config.model else _made(subject, config.target)
+    mine = subject if config.model else _instance_of(subject, config.target)
     is_file = ".py:" in config.like
-    reference = _made(_named(config.like), config.like) if is_file else _loaded(config.like, "like", config.trust)
+    reference = _object_at(config.like) if is_file else _stored_model(config.like, "like", config.trust)
+    reference = _instance_of(reference, config.like)
     for model, word in ((mine, config.target), (reference, config.like)):
         require(
-            callable(model) and not inspect.isclass(model), f"{word} must be a model or a function of ids{_why_none(model)}"
+            callable(model) and not inspect.isclass(model),
+            f"{word} must be a model or a function of ids{_advice_for_models(model)}",
         )
-    words = [f"model={config.model}" if config.model else config.target, f"like={config.like}"]
-    words += [f"weights={config.weights}"] * bool(config.weights) + ["trust=true"] * config.trust
-    words += [f"seed={config.seed}"] + [f"device={config.device}"] * (config.device != "cpu")
-    with refusing(), _using(config.device):
+    with refusing(), _refusing_device(config.device):
         return twin(
             mine,
             reference,
-            weights=_named(config.weights) if config.weights else None,
+            weights=_object_at(config.weights) if config.weights else None,
             seed=config.seed,
             device=config.device,
-            repeat=f"minitx-check {shlex.join(words)}",
+            repeat=_command(config, "like", "weights", "trust", "seed", "device"),
         )
 
 
-def _using(device: str) -> AbstractContextManager[None]:
+def _command(config: CheckConfig, *keys: str) -> str:
+    """Return the command that repeats a check, with those of ``keys`` that are set, and with the seed."""
+    subject = f"model={config.model}" if config.model else config.target
+    typed = [key for key in keys if key in config.typed_keys or key == "seed"]
+    return f"minitx-check {shlex.join([subject, *(f'{key}={shown(getattr(config, key))}' for key in typed)])}"
+
+
+def _refusing_device(device: str) -> AbstractContextManager[None]:
     """A context that turns the errors of a device that cannot be used into a ConfigError. On the CPU, they are errors of the model."""
     return nullcontext() if device == "cpu" else refusing(f"device={device} cannot be used: ", (RuntimeError, AssertionError))
 
 
-def _made(subject: Any, target: str) -> Any:
+def _instance_of(subject: Any, target: str) -> Any:
     """Return what a class of modules or a function without required arguments returns, or else the subject."""
     from torch import nn
 
@@ -241,7 +232,7 @@ def _is_whole_model(subject: Any) -> bool:
     return any(isinstance(module, reads) for module in subject.modules()) or hasattr(subject, "config")
 
 
-def _why_none(subject: Any) -> str:
+def _advice_for_models(subject: Any) -> str:
     """Return the end of a message: why the subject is checked as attention."""
     if not inspect.isclass(subject):
         return f", but this is a {type(subject).__name__}"
@@ -249,7 +240,7 @@ def _why_none(subject: Any) -> str:
     return f"; to check a model, write a function without arguments that returns {subject.__name__}({', '.join(required)})"
 
 
-def _loaded(path: str, key: str, trust: bool) -> Any:
+def _stored_model(path: str, key: str, trust: bool) -> Any:
     """Return the model of a Hugging Face folder, a checkpoint or the folder of a run, without running their code."""
     require(os.path.exists(path), f"{key}={path} does not exist")
     if not (Path(path) / "config.json").is_file():
@@ -267,31 +258,10 @@ def _loaded(path: str, key: str, trust: bool) -> Any:
         return load_folder(Path(path))
 
 
-def _named(target: str) -> Any:
-    """Return the object at FILE.py:NAME."""
+def _object_at(target: str, module: ModuleType | None = None) -> Any:
+    """Return the object at FILE.py:NAME. ``module`` is the file if it was imported before."""
     path, _, name = target.rpartition(":")
-    return _object(_module(path), path, name)
-
-
-def _module(path: str) -> ModuleType:
-    """Import a file, with its folder first in ``sys.path``."""
-    file = Path(path)
-    require(file.is_file(), f"{path} does not exist" if not file.exists() else f"{path} is not a file")
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    if file.suffix != ".py" or spec is None or spec.loader is None:
-        raise ConfigError(f"{path} must end in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(file.absolute().parent))
-    sys.modules[spec.name] = module  # dataclasses look up their module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
-    return module
-
-
-def _object(module: ModuleType, path: str, name: str) -> Any:
-    """Return the object that the file defines under a name."""
+    module = module or _module_at(path)
     if hasattr(module, name):
         return getattr(module, name)
     names = [
@@ -300,3 +270,42 @@ def _object(module: ModuleType, path: str, name: str) -> Any:
     similar = difflib.get_close_matches(name, names, n=1)
     advice = f"did you mean {similar[0]}?" if similar else f"it defines {', '.join(names) or 'nothing'}"
     raise ConfigError(f"{path} does not define {name}; {advice}")
+
+
+PREFIX = "file_to_check_"
+"""The beginning of the module names of files. A number follows."""
+
+
+def _module_at(path: str) -> ModuleType:
+    """Import a file under a name that no other module has. While it runs, its folder is the first in ``sys.path``, as in a script."""
+    file = Path(path)
+    require(file.is_file(), f"{path} does not exist" if not file.exists() else f"{path} is not a file")
+    folder = str(file.absolute().parent)
+    number = sum(name.startswith(PREFIX) for name in sys.modules)
+    spec = importlib.util.spec_from_file_location(f"{PREFIX}{number}", file.absolute())
+    if file.suffix != ".py" or spec is None or spec.loader is None:
+        raise ConfigError(f"{path} must end in .py")
+    _unload_namesakes(folder)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look up a module by its name
+    sys.path.insert(0, folder)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(folder)
+        sys.path.append(folder)  # for imports in functions, without taking the place of libraries
+    return module
+
+
+def _unload_namesakes(folder: str) -> None:
+    """Unload what earlier files imported from their own folders, if ``folder`` has a module of the same name."""
+    names = list(itertools.dropwhile(lambda name: not name.startswith(PREFIX), sys.modules))  # imported since the first file
+    homes = {name: os.path.dirname(getattr(sys.modules[name], "__file__", None) or "") for name in names}
+    earlier = {home for name, home in homes.items() if name.startswith(PREFIX)} - {folder}
+    own = (name for name, home in homes.items() if earlier & {home, os.path.dirname(home)})  # modules and packages
+    namesakes = {name for name in own if PathFinder.find_spec(name, [folder])}
+    for name in names:
+        if name.partition(".")[0] in namesakes:
+            del sys.modules[name]

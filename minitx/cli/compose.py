@@ -98,13 +98,17 @@ def build_config(config: DictConfig, words: Sequence[str] = ()) -> RunConfig:
             not isinstance(values.get(name), dict | list),
             f"{name}={values.get(name)} is not a config: its file must contain keys and begin with the line '# @package _global_'",
         )
+    if (values.get("init_from") or {}).get("path") and (values.get("model") or {}).get("_target_", MODEL) == MODEL:
+        values["model"] = _as_stored(values, typed)
     for name in GROUPS:
         require(
-            bool(values.get(name)),
+            name == "model" or bool(values.get(name)),
             f"{name} is missing: choose an option, {name}=OPTION, or begin your config with 'defaults: [train]'",
         )
-    if (values.get("init_from") or {}).get("path") and values["model"].get("_target_") == MODEL:
-        values["model"] = _as_stored(values, typed)
+    require(
+        is_node(values.get("model")),
+        "model is missing: start from a trained model, init_from.path=FOLDER or model=hf model.path=FOLDER, or choose model=OPTION",
+    )
     variables = _variables(config, set(values) - set(defaults(RunConfig)))
     try:
         run = from_dict(RunConfig, {name: value for name, value in values.items() if name not in variables})
@@ -121,7 +125,7 @@ def _variables(config: DictConfig, names: Iterable[str]) -> set[str]:
 
 def _advice_on_a_file(message: str, typed: Mapping[str, str]) -> str:
     """Return the end of a message about an unknown key: how to remove the key if a config file sets it for another target."""
-    unknown = re.match(r"((\w+)\.\w+) is not a key", message)
+    unknown = re.match(r"((\w+)\.\w+) is not a key", message)  # schedule.power is not a key (did you mean ...?)
     if unknown is None or unknown[1] in typed or unknown[2] not in NODES:
         return ""
     return f"; a config file sets it: add ~{unknown[1]}, or '- override /{unknown[2]}: null' to the defaults of your file"
@@ -170,7 +174,7 @@ def build_grid(config: DictConfig, words: Sequence[str]) -> AblationConfig | Non
     grid = from_dict(AblationConfig, of_experiment(values, by_key(words).get("experiment")), "ablation.")
     bases = [study.base for study in grid.chosen().values()]
     common = for_cells(words)
-    config_of_runs = composed([word for word in words if word in common or all(word in base for base in bases)])
+    config_of_runs = hydra_config([word for word in words if word in common or all(word in base for base in bases)])
     of_grid, of_runs = (dict[str, Any](OmegaConf.to_container(each)) for each in (config, config_of_runs))  # type: ignore[arg-type]
     for name in sorted(set(of_grid) - {"experiment", "ablation", "output_dir", "seed"}):
         require(
@@ -188,14 +192,14 @@ def plain(config: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in values.items()}
 
 
-def composed(words: Sequence[str]) -> DictConfig:
+def hydra_config(words: Sequence[str]) -> DictConfig:
     """Return the config that Hydra composes for ``train.py WORDS``. This works within a job of Hydra, too.
 
     Raises:
         ConfigError: Hydra cannot compose it.
     """
     with explaining(words):
-        return _compose(words)
+        return _hydra_config(words)
 
 
 @contextmanager
@@ -215,10 +219,11 @@ def _keys_of(words: Sequence[str]) -> list[str]:
     """Return all keys of ``train.py WORDS``, as ``group.key``."""
     from minitx.cli.hydra_errors import names_of
 
-    return list(names_of(OmegaConf.to_container(_with_defaults(_compose(words)))))
+    return list(names_of(OmegaConf.to_container(_with_defaults(_hydra_config(words)))))
 
 
-def _compose(words: Sequence[str]) -> DictConfig:
+def _hydra_config(words: Sequence[str]) -> DictConfig:
+    """Like ``hydra_config``, but errors are those of Hydra."""
     register_defaults()
     overrides = [word for word in words if not word.startswith(CONFIG_DIR)]
     folders = find_own_modules(words)
@@ -241,7 +246,7 @@ def _outside_of_jobs() -> Iterator[None]:
 
 def unlisted(words: Sequence[str]) -> list[str]:
     """Return overrides that add the defaults of targets, so that ``--help`` and ``--cfg`` show all keys."""
-    config = composed(words)
+    config = hydra_config(words)
     complete: Any = OmegaConf.to_container(_with_defaults(config))
     nodes = {group: complete[group] for group in NODES if is_node(complete.get(group))}
     added = [(group, name, node[name]) for group, node in nodes.items() for name in node if name not in config[group]]
@@ -270,7 +275,7 @@ def _completed(node: Mapping[str, Any], group: str) -> dict[str, Any]:
 
 def compose_config(words: Sequence[str]) -> RunConfig:
     """Return the config of the run ``train.py WORDS``."""
-    return build_config(composed(words), words)
+    return build_config(hydra_config(words), words)
 
 
 def compose_cell(words: Sequence[str]) -> RunConfig:
@@ -280,18 +285,18 @@ def compose_cell(words: Sequence[str]) -> RunConfig:
     and these keys are set in the result. The config files must not change in the meantime.
     """
     late = [word for word in words if word.startswith(("seed=", "optimizer.lr=", "init_from.path=", "+callbacks.same_start="))]
-    config = copy.deepcopy(_composed_once(tuple(word for word in words if word not in late)))
+    config = copy.deepcopy(_kept_config(tuple(word for word in words if word not in late)))
     for override in OverridesParser.create().parse_overrides(late):
         OmegaConf.update(config, override.key_or_group, override.value(), force_add=override.is_add())
     return build_config(config, words)
 
 
-_composed_once = cache(composed)
+_kept_config = cache(hydra_config)
 
 
 def compose_grid(words: Sequence[str]) -> AblationConfig | None:
     """Return the grid of ``train.py WORDS``, or None if it is a single run."""
-    return build_grid(composed(words), words)
+    return build_grid(hydra_config(words), words)
 
 
 def find_own_modules(words: Iterable[str] = ()) -> list[Path]:

@@ -13,13 +13,22 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from minitx.cli.launch import FOLDER, LOST, RankFailedError, is_of_a_lost_process, tell_launcher
+from minitx.cli.launch import FOLDER, LOST, is_of_a_lost_process, tell_launcher
 from minitx.config import ConfigError
+from minitx.config.schema import FailedRunError
 from minitx.training import StoppedError
 
 
-class CellsFailedError(RuntimeError):
+class CellsFailedError(FailedRunError):
     """Some runs of a grid failed. The other runs are finished and reported."""
+
+
+class PastHydra(BaseException):
+    """Carries ``error`` out of a job of Hydra, which would otherwise add a line to it, and run the next job of a sweep."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 def exit_code(program: Callable[[], Any]) -> int:
@@ -48,9 +57,10 @@ def _code_of(program: Callable[[], Any]) -> int:
         if isinstance(stop.code, str):  # from a user's module
             return _say(stop, stop.code, 2)
         return 2 if stop.code == 1 else stop.code or 0  # with code 1, Hydra has written the message
-    except KeyboardInterrupt as stop:
-        cause = stop.__cause__
-        return _say(cause, *(sentence(cause) if cause else ("stopped by SIGINT", 130)))
+    except PastHydra as carrier:
+        return _say(carrier.error, *sentence(carrier.error))
+    except KeyboardInterrupt:
+        return _say(None, "stopped by SIGINT", 130)
     except BrokenPipeError:  # from `train.py --help | head`
         return 0
     except Exception as error:
@@ -74,17 +84,10 @@ def sentence(error: BaseException) -> tuple[str, int]:
     text = " ".join(str(error).split())
     if isinstance(error, ConfigError):
         return text, 2
+    if isinstance(error, FailedRunError | StoppedError):
+        return text, error.exit_code
     if is_of_hydra(error) or type(error).__module__.startswith("yaml."):
         return message_of(error), 2
-    if isinstance(error, RankFailedError):
-        return text, error.code
-    if isinstance(error, StoppedError):
-        return text, 128 + error.number
-    # compare names, because modules of these classes import torch
-    if {"NonFiniteError", "CheckpointError", "WorkerError", "CellsFailedError", "UnusedParametersError"} & {
-        base.__name__ for base in type(error).__mro__
-    }:
-        return text, 3
     if is_of_a_lost_process(error):
         return LOST, 3
     return f"{type(error).__name__}: {text or 'no message'} (traceback=true shows where)", 3

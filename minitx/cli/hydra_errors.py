@@ -51,7 +51,7 @@ def unreadable(word: str) -> str:
     name, is_pair, _ = word.partition("=")
     if not is_pair:
         return f"{word} is not of the form key=value; --help shows the keys"
-    if not re.fullmatch(r"[+~]*\w([.]?[\w@:/$-])*", name):
+    if not re.fullmatch(r"[+~]*\w([.]?[\w@:/$-])*", name):  # not +data.path, ~model/attention@other or hydra:job
         return f"{word} cannot be read: {name!r} is not a valid key; --help shows the keys"
     quotes = "put a value with one of =,:()[]{}^~#&;!<>` or a quote into two pairs of quotes: 'key=\"value\"'"
     return f"{word} cannot be read: {quotes}"
@@ -159,7 +159,7 @@ class CommandLine:
             return self._of_option(name, value) or self._of_group(override)
         if not is_group and not name.startswith("hydra") and name.partition(".")[0] not in {*self.first_names, *self.groups}:
             return self._of_key(name)
-        for reference in re.findall(r"\$\{([\w.]+)\}", str(value)):
+        for reference in re.findall(r"\$\{([\w.]+)\}", str(value)):  # data.path in ${data.path}
             if reference == name:
                 return f"; {name} refers to itself"
             if reference not in self.keys:

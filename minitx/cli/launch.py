@@ -21,7 +21,8 @@ from omegaconf import OmegaConf
 
 from minitx.cli import importing
 from minitx.config import ConfigError, RunConfig, TrainerConfig, to_dict
-from minitx.config.schema import require
+from minitx.config.schema import FailedRunError, require
+from minitx.crash_safe import naming
 from minitx.training import StoppedError, rank, stop_signals
 
 FOLDER = "MINITX_LAUNCHED_FOLDER"
@@ -31,12 +32,12 @@ _GRACE = "50"  # seconds from SIGTERM to SIGKILL for the other processes
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
-class RankFailedError(RuntimeError):
-    """A process of the run failed. ``code`` is its exit code."""
+class RankFailedError(FailedRunError):
+    """A process of the run failed, with ``exit_code``."""
 
-    def __init__(self, message: str, code: int = 3) -> None:  # the default makes it picklable
+    def __init__(self, message: str, exit_code: int = 3) -> None:  # the default makes it picklable
         super().__init__(message)
-        self.code = code
+        self.exit_code = exit_code
 
 
 def started_from_outside() -> int:
@@ -174,7 +175,6 @@ def job_name() -> str:
 def run_training(config: RunConfig, folder: Path, command: str) -> dict[str, Any]:
     """Run a training in ``folder``, and write its config, command and result there. Return the result, as in ``result.json``."""
     with importing("lightning"):
-        from minitx.training.metrics_csv import naming
         from minitx.training.run import train
     commands = folder / "command.txt"
     earlier = commands.read_text(encoding="utf-8") if config.ckpt_path is not None and commands.exists() else ""

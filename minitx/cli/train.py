@@ -21,9 +21,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from minitx.ablation.design import AblationConfig
-from minitx.cli.command_line import Flags
 from minitx.cli.compose import build_config, build_grid, explaining, find_own_modules, readable, register_defaults, unlisted
-from minitx.cli.exit_codes import exit_code, sentence
+from minitx.cli.exit_codes import PastHydra, exit_code, sentence
+from minitx.cli.flags import Flags
 from minitx.cli.launch import FOLDER, job_name, launch, needs_launch, run_training, started_from_outside, stop_with_parent
 from minitx.config import CONFIG_DIR, ConfigError, RunConfig
 from minitx.config.part import import_modules
@@ -115,11 +115,14 @@ def value_of_failed(error: BaseException) -> float:
     if not isinstance(error, Exception):
         raise error
     if HydraConfig.get().mode == RunMode.RUN or isinstance(error, StoppedError) or FOLDER in os.environ:
-        raise KeyboardInterrupt from error  # otherwise Hydra adds a line, and runs the next job of a sweep
+        raise PastHydra(error)
     log.warning("job %s failed: %s", HydraConfig.get().job.num, sentence(error)[0])  # Hydra only reports the first
     worst = worst_value()
-    if type(error).__name__.startswith("NonFinite") and math.isinf(worst):
-        return worst
+    if math.isinf(worst):
+        from minitx.training.module import NonFiniteError  # imports torch
+
+        if isinstance(error, NonFiniteError):
+            return worst
     raise error
 
 

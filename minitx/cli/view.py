@@ -77,18 +77,17 @@ class ViewConfig(StoredConfig):
         return Path(self.output).suffix.lower() in FILM
 
     def check(self) -> None:
-        keys_set = {field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default}
-        require(bool(keys_set & {"ckpt_path", "model"}), "ckpt_path is missing: add ckpt_path=FILE, or model=FOLDER")
+        require(bool(self.ckpt_path or self.model), "ckpt_path is missing: add ckpt_path=FILE, or model=FOLDER")
+        typed = self.typed_keys
         for name in ("row", "trust"):
-            require(not {name, "model"} <= keys_set, f"{name} is for checkpoints: model= has no data, and its code never runs")
-        for name, other in (("model", "ckpt_path"), ("row", "text"), ("compare_text", "compare")):
-            require(not {name, other} <= keys_set, f"{name} and {other} cannot be combined: remove one of them")
+            require(not {name, "model"} <= typed, f"{name} is for checkpoints: model= has no data, and its code never runs")
+        self.refuse_together("model", "ckpt_path")
+        self.refuse_together("text", "row")
+        self.refuse_together("compare", "compare_text")
         for name in ("model", "target", "compare_text"):
-            require(name not in keys_set or "text" in keys_set, f"text is missing: {name} needs text=TEXT")
-        require("knock_out" not in keys_set or not self.is_film, "knock_out is for a page, not for a film")
-        require(
-            "head" not in keys_set or self.is_film, f"head={self.head} is for a film, output=NAME.gif: a page shows all heads"
-        )
+            require(name not in typed or "text" in typed, f"text is missing: {name} needs text=TEXT")
+        require(not (self.knock_out and self.is_film), "knock_out is for a page, not for a film")
+        require(not self.head or self.is_film, f"head={self.head} is for a film, output=NAME.gif: a page shows all heads")
         check_output(self.output, ".html", ".htm", *FILM)
 
     @property
@@ -149,11 +148,14 @@ def _view(config: ViewConfig) -> None:
 
     paths = {name: path for name in ("ckpt_path", "model", "compare") if (path := getattr(config, name))}
     runs_model = bool(config.model or config.knock_out or config.text is not None)  # otherwise show the records of a run
-    first, *_ = folders = [not runs_model and os.path.isdir(path) for path in paths.values()]
-    existing = {is_folder for is_folder, path in zip(folders, paths.values(), strict=True) if os.path.exists(path)}
-    require(len(existing) < 2, f"compare={config.compare} must be a {'run folder' if first else 'checkpoint'}, as ckpt_path is")
+    are_folders = {path: not runs_model and os.path.isdir(path) for path in paths.values()}
+    shows_records = next(iter(are_folders.values()))
+    require(
+        len({is_folder for path, is_folder in are_folders.items() if os.path.exists(path)}) < 2,
+        f"compare={config.compare} must be a {'run folder' if shows_records else 'checkpoint'}, as ckpt_path is",
+    )
     rule: RowRule | None = None
-    if first:
+    if shows_records:
         title, traces, rule = _recorded_traces(config, paths)
     else:
         title, traces = _model_traces(config, paths)

@@ -12,7 +12,7 @@ from minitx.config.lazy import on_first_use
 
 if TYPE_CHECKING:
     from minitx.config.part import Part, node
-    from minitx.config.scale_words import SCALE_WORDS, check_scale, evaluate_factor
+    from minitx.config.scale_words import evaluate_factor
     from minitx.config.schema import ConfigError, from_dict, is_node, to_dict
     from minitx.config.training import (
         CONFIG_DIR,
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = [
     "CONFIG_DIR",
     "IGNORED",
-    "SCALE_WORDS",
     "ConfigError",
     "EvaluationConfig",
     "InitFrom",
@@ -39,7 +38,6 @@ __all__ = [
     "StopAtConfig",
     "TrainerConfig",
     "TransformerConfig",
-    "check_scale",
     "evaluate_factor",
     "from_dict",
     "is_node",

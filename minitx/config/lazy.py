@@ -14,7 +14,8 @@ from typing import Any
 def on_first_use(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return ``__getattr__`` and ``__dir__`` of a package that imports its public names under ``if TYPE_CHECKING``.
 
-    Type checkers read these imports. At run time, the first use of a name makes the import.
+    Type checkers read these imports. At run time, the first use of a name makes the import. Each name is thus written once:
+    ``lazy_loader`` would need a stub file of imports beside each package.
     """
 
     @functools.cache
@@ -31,7 +32,4 @@ def on_first_use(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
         setattr(sys.modules[package], name, value)
         return value
 
-    def names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *homes()})
-
-    return get, names
+    return get, lambda: sorted({*vars(sys.modules[package]), *homes()})

@@ -115,7 +115,7 @@ class Part(Readable):
         require(isinstance(args, list | tuple), f"{path}._args_={args} must be a list")
         arguments = {str(key): value for key, value in values.items() if key not in KEYS_OF_NODES}
         part = cls(path, name, find_target(name, path), arguments, tuple(args), bool(values.get("_partial_")))
-        return part._read(takes)
+        return part._resolved(takes)
 
     @classmethod
     def of_object(cls, value: Any, path: str, **run_values: Any) -> Part:
@@ -123,32 +123,25 @@ class Part(Readable):
         return cls(path, FROM_PYTHON, lambda: value, run_values=run_values)
 
     @classmethod
-    def read(cls, value: Any, key: str, *annotations: Any) -> Part | None:
-        """Return a node or a part as the part at ``key``. See ``Readable.read``.
+    def from_plain(cls, value: Any, key: str, *annotations: Any) -> Part | None:
+        """Return a node or a part as the part at ``key``. See ``Readable.from_plain``.
 
         A part in ``takes.known`` is None if its value is ``false``, or if it has ``every: 0``.
         """
         takes = next((annotation for annotation in annotations if isinstance(annotation, Takes)), Takes())
         if isinstance(value, Part):
-            return value if value.path else dataclasses.replace(value, path=key)._read(takes)
-        group, _, name = key.rpartition(".")
-        if isinstance(value, bool) and name in takes.known:
-            if not value:
-                return None
-            value = {}
-        if isinstance(value, Mapping) and not is_node(value):
-            value = {**takes.known.get(name, {}), **value}
-        require(isinstance(value, Mapping), f"{key}={shown(value)!s:.60} must be a group of keys")
-        if not is_node(value):
-            near = nearest(name, takes.known, f"{group}.")
-            raise ConfigError(f"{key} has no _target_ to name {f'a class{near}' if near else takes.expects.format(name=name)}")
-        is_off = name in takes.known and value.get("every") == 0
-        if is_off and set(value) <= {"_target_", "every"}:
+            return value if value.path else dataclasses.replace(value, path=key)._resolved(takes)
+        is_known = key.rpartition(".")[2] in takes.known
+        if is_known and value is False:
+            return None
+        values = _completed_node({} if is_known and value is True else value, key, takes)
+        is_off = is_known and values.get("every") == 0
+        if is_off and set(values) <= {"_target_", "every"}:
             return None  # without importing it
-        part = cls.of(value, key, takes)
+        part = cls.of(values, key, takes)
         return None if is_off else part
 
-    def _read(self, takes: Takes) -> Part:
+    def _resolved(self, takes: Takes) -> Part:
         """Return this part with its arguments read by the signature of its target."""
         if self.args and config_class_of(self.target) is not None:
             raise ConfigError(f"{self.path}._args_={list(self.args)}: the arguments of {self.name} have names")
@@ -217,22 +210,22 @@ class Part(Readable):
         """Return the node of this part as plain data, including the target's defaults."""
         more = {"_args_": to_dict(self.args)} if self.args else {}
         more |= {"_partial_": True} if self.is_partial else {}
-        return {"_target_": self.name, **more, **self._defaults(), **to_dict(self._values())}
+        return {"_target_": self.name, **more, **self._saved_defaults(), **to_dict(self._values())}
 
-    def _defaults(self) -> dict[str, Any]:
+    def _saved_defaults(self) -> dict[str, Any]:
         return plain_defaults(self.target) if self.takes.completes and not self.is_object else {}
 
     def differences(self, stored: Mapping[str, Any]) -> list[str]:
         """Return each key that differs between a stored node and this part, with both values. A missing stored key has its default."""
-        saved = {**(self._defaults() if stored.get("_target_") == self.name else {}), **stored}
-        return differences(saved, self.plain(), self.path)
+        saved = {**(self._saved_defaults() if stored.get("_target_") == self.name else {}), **stored}
+        return differing_keys(saved, self.plain(), self.path)
 
     # --- changing and building it
 
     def with_(self, **arguments: Any) -> Part:
         """Return this part with some arguments or ``run_values`` replaced."""
         changed = dataclasses.replace(self, arguments={**self._values(), **arguments})
-        return changed._read(self.takes) if self.path else changed  # a part outside a config is read when a config takes it
+        return changed._resolved(self.takes) if self.path else changed  # a part outside a config is read when a config takes it
 
     def with_fields(self, fields: Any) -> Part:
         """Return this part with ``fields`` replaced."""
@@ -254,8 +247,8 @@ class Part(Readable):
             ConfigError: an argument is missing, or the target raises an error. The message begins with ``path``.
         """
         if not self.path:  # created in Python, outside a config
-            return dataclasses.replace(self, path=self.name)._read(Takes(len(first), offered)).build(*first, **offered)
-        args, arguments = self._built()
+            return dataclasses.replace(self, path=self.name)._resolved(Takes(len(first), offered)).build(*first, **offered)
+        args, arguments = self._built_arguments()
         more = {name: value for name, value in offered.items() if name in self.names and name not in arguments}
         missing = [name for name in required(self.target, len(first) + len(args)) if name not in {**arguments, **more}]
         if missing and not self.is_partial:
@@ -275,16 +268,16 @@ class Part(Readable):
             parameters = parameters_of(self.target) or []
             needed = [param for param in parameters if param.kind in by_position and param.default is param.empty]
             if len([param for param in needed if param.name not in self.arguments]) - len(self.args) == count:
-                args, arguments = self._built()
+                args, arguments = self._built_arguments()
                 return functools.partial(self.target, *args, **arguments)
         return self.build()
 
-    def _built(self) -> tuple[list[Any], dict[str, Any]]:
+    def _built_arguments(self) -> tuple[list[Any], dict[str, Any]]:
         """Build the parts among the arguments, and check the results against the type hints."""
         hints = hints_of(self.target)
-        arguments = {name: _built(value) for name, value in self.arguments.items()}
+        arguments = {name: _with_built_parts(value) for name, value in self.arguments.items()}
         arguments = {name: read(hints.get(name, Any), value, f"{self.path}.{name}") for name, value in arguments.items()}
-        return [_built(value) for value in self.args], arguments
+        return [_with_built_parts(value) for value in self.args], arguments
 
 
 def node(target: Callable[..., Any], **arguments: Any) -> Part:
@@ -301,12 +294,24 @@ def node(target: Callable[..., Any], **arguments: Any) -> Part:
     return Part("", f"{[*public, modules[-1]][0]}.{target.__qualname__}", target, arguments)
 
 
+def _completed_node(value: Any, key: str, takes: Takes) -> Mapping[str, Any]:
+    """Return the node at ``key``, with the keys of ``takes.known`` if ``value`` has no ``_target_``, or raise a ConfigError."""
+    group, _, name = key.rpartition(".")
+    if isinstance(value, Mapping) and not is_node(value):
+        value = {**takes.known.get(name, {}), **value}
+    require(isinstance(value, Mapping), f"{key}={shown(value)!s:.60} must be a group of keys")
+    if not is_node(value):
+        near = nearest(name, takes.known, f"{group}.")
+        raise ConfigError(f"{key} has no _target_ to name {f'a class{near}' if near else takes.expects.format(name=name)}")
+    return value  # type: ignore[no-any-return]
+
+
 def _with_parts(value: Any, path: str) -> Any:
     """Return ``value`` with every nested node turned into a part."""
     if is_node(value):
         return Part.of(value, path)
     if isinstance(value, Part):
-        return value if value.path else Part.read(value, path)
+        return value if value.path else Part.from_plain(value, path)
     if isinstance(value, Mapping):
         return {name: _with_parts(entry, f"{path}.{name}") for name, entry in value.items()}
     if type(value) in (list, tuple):
@@ -314,13 +319,13 @@ def _with_parts(value: Any, path: str) -> Any:
     return value
 
 
-def _built(value: Any) -> Any:
+def _with_built_parts(value: Any) -> Any:
     """Return ``value`` with every nested part built."""
     if isinstance(value, Part):
         return value.build()
     if isinstance(value, Mapping):
-        return {name: _built(entry) for name, entry in value.items()}
-    return type(value)(map(_built, value)) if type(value) in (list, tuple) else value
+        return {name: _with_built_parts(entry) for name, entry in value.items()}
+    return type(value)(map(_with_built_parts, value)) if type(value) in (list, tuple) else value
 
 
 # --- targets
@@ -379,6 +384,13 @@ def import_modules(names: Iterable[str]) -> None:
             raise ConfigError(f"imports={name} cannot be imported: {type(error).__name__}: {first_line(error)}") from error
 
 
+def needs(config: Any, name: str, other: str, *values: str) -> None:
+    """Raise a ConfigError if field ``name`` is not its default while field ``other`` has none of ``values``."""
+    value, other_value = getattr(config, name), getattr(config, other)
+    if value != type(config).__dataclass_fields__[name].default and other_value not in values:
+        raise ConfigError(f"{name}={shown(value)} belongs to {other}={' or '.join(values)}, got {other}={shown(other_value)}")
+
+
 def parameter_names(function: Any) -> set[str]:
     """Return the names of the parameters that can be passed by keyword, without ``**kwargs``."""
     return {*by_keyword(parameters_of(function))}
@@ -397,7 +409,7 @@ def plain_defaults(target: Any) -> dict[str, Any]:
     return {name: value for name, value in known if name not in of_run and value != "???" and _is_plain(value)}
 
 
-def differences(stored: Mapping[str, Any], now: Mapping[str, Any], path: str) -> list[str]:
+def differing_keys(stored: Mapping[str, Any], now: Mapping[str, Any], path: str) -> list[str]:
     """Return each key that differs between two nodes, with both values."""
     names = {**now, **stored}
     return [f"{path}.{name} {stored.get(name)} != {now.get(name)}" for name in names if stored.get(name) != now.get(name)]
@@ -430,7 +442,7 @@ def reason(error: BaseException) -> str:
 def _extra_with(module: str) -> str:
     """Return the extra of minitx that installs a module, or an empty string."""
     for requirement in metadata.requires("minitx") or ():
-        matched = re.match(r"([\w.-]+).*extra == ['\"](\w+)['\"]", requirement)
+        matched = re.match(r"([\w.-]+).*extra == ['\"](\w+)['\"]", requirement)  # peft>=0.17; extra == "hf"
         if matched and matched[2] != "dev" and matched[1].lower() == DISTRIBUTIONS.get(module, module).lower():
             return matched[2]
     return ""

@@ -44,5 +44,4 @@ Scale = Annotated[str | float, Bound(_MUST, _is_scale)]
 
 def check_scale(scale: object) -> None:
     """Raise a ConfigError unless ``scale`` is a ``Scale``."""
-    if not _is_scale(scale):
-        raise ConfigError(f"scale={shown(scale)} must {_MUST}")
+    require(_is_scale(scale), f"scale={shown(scale)} must {_MUST}")

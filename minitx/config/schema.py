@@ -32,6 +32,12 @@ class ConfigError(ValueError):
     """An invalid config. The message begins with ``key=value``, so that a caller can prepend a path."""
 
 
+class FailedRunError(RuntimeError):
+    """A run failed after it started. The message is a sentence for the user. ``exit_code`` is the exit code of its program."""
+
+    exit_code = 3
+
+
 def require(condition: bool, message: str) -> None:
     """Raise ``ConfigError`` with ``message`` unless the condition holds."""
     if not condition:
@@ -43,7 +49,7 @@ class Readable(ABC):
 
     @classmethod
     @abstractmethod
-    def read(cls, value: Any, key: str, *annotations: Any) -> Any:
+    def from_plain(cls, value: Any, key: str, *annotations: Any) -> Any:
         """Return ``value`` as an instance, or raise a ConfigError that names ``key``. ``annotations`` come from ``Annotated``."""
 
     @abstractmethod
@@ -92,13 +98,19 @@ Fraction = Annotated[float, Bound("lie in (0, 1)", _is_fraction)]
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The base class of configs. It reads its fields by their hints, and then calls ``check``."""
+    """The base class of configs. It reads its fields by their hints, sets those of ``derived``, and then calls ``check``."""
 
     def __post_init__(self) -> None:
         hints = hints_of(type(self))  # type: ignore[arg-type]  # a class is hashable
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, read(hints[field.name], getattr(self, field.name), field.name))
+        for name, value in self.derived().items():
+            object.__setattr__(self, name, value)
         self.check()
+
+    def derived(self) -> Mapping[str, Any]:
+        """Return the values of fields that the other fields determine, by name. ``check`` sees these values."""
+        return {}
 
     def check(self) -> None:
         """Raise a ConfigError if fields contradict each other."""
@@ -125,9 +137,8 @@ def config_class_of(target: Any) -> type | None:
 @cache
 def hints_of(target: Any) -> dict[str, Any]:
     """Return the type hints of a dataclass's fields or of a callable's parameters; {} if they cannot be resolved."""
-    annotated: Any = target
-    if isinstance(target, type) and not dataclasses.is_dataclass(target):
-        annotated = target.__init__  # type: ignore[misc]
+    is_plain_class = isinstance(target, type) and not dataclasses.is_dataclass(target)
+    annotated: Any = target.__init__ if is_plain_class else target
     try:
         return typing.get_type_hints(annotated, include_extras=True)
     except Exception:  # some names exist only for type checkers
@@ -234,7 +245,7 @@ def read(hint: Any, value: Any, key: str) -> Any:
     origin, parts = get_origin(hint), get_args(hint)
     if _is_readable(hint):
         cls, *annotations = parts if origin is Annotated else (hint,)
-        return cls.read(value, key, *annotations)
+        return cls.from_plain(value, key, *annotations)
     if origin is Annotated:
         return _read_bounded(parts[0], parts[1], value, key)
     if origin in UNIONS:
@@ -276,6 +287,11 @@ SCIENTIFIC = r"[+-]?\d+(\.\d*)?[eE][+-]?\d+"  # a number that YAML 1.1 reads as 
 
 
 def _read_union(parts: Sequence[Any], value: Any, key: str) -> Any:
+    """Read ``value`` as the first type of a union that accepts it, ``str`` last.
+
+    >>> [_read_union((str, float, types.NoneType), value, "lr") for value in (3, "1e-3", "head_dim^-1", None)]
+    [3.0, 0.001, 'head_dim^-1', None]
+    """
     if value is None and types.NoneType in parts:
         return None
     nodes = [part for part in parts if get_origin(part) is Mapping or _is_readable(part)]
@@ -338,13 +354,6 @@ def check_choice(key: str, value: Any, allowed: Iterable[Any]) -> None:
     """Raise a ConfigError unless ``value`` is in ``allowed``. The message suggests a similar entry."""
     words = ", ".join(map(str, allowed))
     require(value in allowed, f"{key}={value} is not allowed: one of {words}{nearest(value, allowed)}")
-
-
-def needs(config: Any, name: str, other: str, *values: str) -> None:
-    """Raise a ConfigError if field ``name`` is not its default while field ``other`` has none of ``values``."""
-    value, other_value = getattr(config, name), getattr(config, other)
-    if value != type(config).__dataclass_fields__[name].default and other_value not in values:
-        raise ConfigError(f"{name}={shown(value)} belongs to {other}={' or '.join(values)}, got {other}={shown(other_value)}")
 
 
 def nearest(value: Any, allowed: Iterable[Any], path: str = "") -> str:

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
-from minitx.config.part import FROM_THE_RUN, Part, Takes
+from minitx.config.part import FROM_THE_RUN, Part, Takes, needs
 from minitx.config.scale_words import evaluate_factor
-from minitx.config.schema import Config, ConfigError, Count, Finite, Natural, Positive, needs, require, shown
+from minitx.config.schema import Config, ConfigError, Count, Finite, Natural, Positive, require, shown
 
 IGNORED = -100
 """The label of positions that the loss and the metrics ignore."""
@@ -225,11 +225,13 @@ class TrainerConfig(Config):
 
     OTHER_NAMES: ClassVar[Mapping[str, str]] = {name: f"use {key}" for name, key in REPLACED.items()}
 
+    def derived(self) -> Mapping[str, Any]:
+        if self.max_epochs is not None:
+            return {}
+        return {"max_steps": self.max_steps or 1000, "val_every": 250 if self.val_every is None else self.val_every}
+
     def check(self) -> None:
         needs(self, "shard", "strategy", "sharded")
-        if self.max_epochs is None:
-            object.__setattr__(self, "max_steps", self.max_steps or 1000)
-            object.__setattr__(self, "val_every", 250 if self.val_every is None else self.val_every)
 
     @property
     def world_size(self) -> int:
@@ -340,18 +342,17 @@ class RunConfig(Config):
     traceback: bool = False
     trust: bool = False
 
+    def derived(self) -> Mapping[str, Any]:
+        paths = {name: getattr(self, name) for name in ("ckpt_path", "output_dir")}
+        return {name: path and os.path.expanduser(path) for name, path in paths.items()}
+
     def check(self) -> None:
         require(0 <= self.seed < 2**32, f"seed={self.seed} must lie in [0, 2^32)")
         for name in ("ckpt_path", "output_dir"):
-            path = getattr(self, name)
-            require(path != "", f"{name}= must name a {'file' if name == 'ckpt_path' else 'folder'}, or be null")
-            object.__setattr__(self, name, path and os.path.expanduser(path))
+            kind = "file" if name == "ckpt_path" else "folder"
+            require(getattr(self, name) != "", f"{name}= must name a {kind}, or be null")
         if self.trainer.plan and self.ckpt_path is not None:
             raise ConfigError("trainer.plan=true describes a new run, but ckpt_path resumes one: remove one of them")
-        if self.experiment == "finetune" and self.init_from.path is None and self.model.name == MODEL:
-            raise ConfigError(
-                "experiment=finetune needs a trained model: set init_from.path=FOLDER, or model=hf model.path=FOLDER"
-            )
         if self.evaluation.test == "best" and not self.trainer.ckpt_every:
             raise ConfigError("evaluation.test=best needs best.ckpt, but trainer.ckpt_every=0 writes none")
         for part in (self.optimizer, self.schedule):

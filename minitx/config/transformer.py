@@ -7,49 +7,71 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from minitx.config.part import Part, Takes
+from minitx.config.part import Part, Takes, needs
 from minitx.config.scale_words import Scale
-from minitx.config.schema import Config, ConfigError, Count, Finite, Natural, Positive, Share, needs, require
+from minitx.config.schema import Config, ConfigError, Count, Finite, Natural, Positive, Share, require
 
 OwnAttention = Annotated[Part, Takes(offers=("embed_dim", "num_heads", "head_dim", "max_len", "layer"), completes=False)]
 """An attention core (a function or class that returns a module), or a subclass of ``minitx.nn.MultiHeadAttention``."""
 
-_BELONG_TO = {
-    ("architecture", "encoder", "vision"): ["head"],
-    ("architecture", "encoder_decoder"): ["num_decoder_layers"],
-    ("architecture", "decoder", "encoder_decoder"): ["logit_softcap", "scale_logits"],
-    ("architecture", "encoder"): ["head_transform"],
-    ("architecture", "decoder", "encoder", "encoder_decoder"): ["scale_embeddings", "type_vocab_size"],
-    ("architecture", "vision"): ["image_size", "num_channels", "patch_size"],
-    ("head", "sequence", "none"): ["pooler"],
-    ("head", "lm", "sequence"): ["head_transform"],
-    ("attention", "performer"): ["num_features"],
-    ("attention", "linformer"): ["num_slots"],
-    ("attention", "exact"): ["backend"],
-    ("position", "rotary"): ["rotary_base", "rotary_interleaved", "rotary_scaling", "rotary_original_len"],
-    ("position", "learned", "sinusoidal"): ["position_offset"],
-    ("position", "t5"): ["num_buckets", "max_distance"],
-    ("rotary_scaling", "linear", "ntk", "yarn", "llama3"): ["rotary_factor"],
-    ("rotary_scaling", "yarn", "llama3"): ["rotary_low", "rotary_high"],
-    ("qk_norm", "rms", "layer", "l2"): ["qk_norm_eps"],
-}
-"""Fields that have an effect only with some values of another field."""
 
-_LIMITS: Mapping[tuple[str, ...], Mapping[str, tuple[tuple[str | bool | None, ...], str]]] = {
-    ("attention", "linear", "performer", "linformer"): {
-        "architecture": (("decoder", "encoder", "vision"), "it does not support cross-attention"),
-        "window": ((None,), "it cannot hide single keys from a query"),
-        "position": (("learned", "sinusoidal", "rotary", "none"), "it never computes the scores that this adds to"),
-    },
-    ("attention", "linformer"): {"architecture": (("encoder", "vision"), "its slots mix all positions, so it is not causal")},
-    ("attention", "linear", "performer"): {"sinks": ((False,), "it has no softmax over keys")},
-    ("architecture", "vision"): {
-        "head": (("sequence", "none"), "its head is sequence or none"),
-        "position": (("learned", "none"), "its patches have position=learned or none"),
-        "window": ((None,), "it counts neighbours in a row, but patches form a grid"),
-    },
-}
-"""Further limits of a field that depend on another field, with reasons. Some of these faults would appear only in the first step."""
+@dataclass(frozen=True)
+class _Belonging:
+    """The fields ``names`` have an effect only if the field ``to`` has one of ``values``."""
+
+    names: tuple[str, ...]
+    to: str
+    values: tuple[str, ...]
+
+
+_BELONG_TO = (
+    _Belonging(("head",), to="architecture", values=("encoder", "vision")),
+    _Belonging(("num_decoder_layers",), to="architecture", values=("encoder_decoder",)),
+    _Belonging(("logit_softcap", "scale_logits"), to="architecture", values=("decoder", "encoder_decoder")),
+    _Belonging(("head_transform",), to="architecture", values=("encoder",)),
+    _Belonging(("scale_embeddings", "type_vocab_size"), to="architecture", values=("decoder", "encoder", "encoder_decoder")),
+    _Belonging(("image_size", "num_channels", "patch_size"), to="architecture", values=("vision",)),
+    _Belonging(("pooler",), to="head", values=("sequence", "none")),
+    _Belonging(("head_transform",), to="head", values=("lm", "sequence")),
+    _Belonging(("num_features",), to="attention", values=("performer",)),
+    _Belonging(("num_slots",), to="attention", values=("linformer",)),
+    _Belonging(("backend",), to="attention", values=("exact",)),
+    _Belonging(
+        ("rotary_base", "rotary_interleaved", "rotary_scaling", "rotary_original_len"), to="position", values=("rotary",)
+    ),
+    _Belonging(("position_offset",), to="position", values=("learned", "sinusoidal")),
+    _Belonging(("num_buckets", "max_distance"), to="position", values=("t5",)),
+    _Belonging(("rotary_factor",), to="rotary_scaling", values=("linear", "ntk", "yarn", "llama3")),
+    _Belonging(("rotary_low", "rotary_high"), to="rotary_scaling", values=("yarn", "llama3")),
+    _Belonging(("qk_norm_eps",), to="qk_norm", values=("rms", "layer", "l2")),
+)
+
+
+@dataclass(frozen=True)
+class _Limit:
+    """The field ``name`` must have one of ``values`` while the field ``other`` has one of ``kinds``."""
+
+    name: str
+    values: tuple[str | bool | None, ...]
+    other: str
+    kinds: tuple[str, ...]
+    reason: str
+
+
+_EFFICIENT = ("linear", "performer", "linformer")
+_LIMITS = (
+    _Limit("architecture", ("decoder", "encoder", "vision"), "attention", _EFFICIENT, "it does not support cross-attention"),
+    _Limit("window", (None,), "attention", _EFFICIENT, "it cannot hide single keys from a query"),
+    _Limit("position", ("learned", "sinusoidal", "rotary", "none"), "attention", _EFFICIENT, "it has no scores to add to"),
+    _Limit(
+        "architecture", ("encoder", "vision"), "attention", ("linformer",), "its slots mix all positions, so it is not causal"
+    ),
+    _Limit("sinks", (False,), "attention", ("linear", "performer"), "it has no softmax over keys"),
+    _Limit("head", ("sequence", "none"), "architecture", ("vision",), "its head is sequence or none"),
+    _Limit("position", ("learned", "none"), "architecture", ("vision",), "its patches have position=learned or none"),
+    _Limit("window", (None,), "architecture", ("vision",), "it counts neighbours in a row, but patches form a grid"),
+)
+"""Limits with reasons. Some of these faults would appear only in the first step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,14 +264,14 @@ class TransformerConfig(Config):
         require(self.num_heads % self.kv_heads == 0, f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}")
         for name in ("window", "rotary_base", "rotary_factor"):
             require(getattr(self, name) != (), f"{name}=[] must have at least one entry, as a pattern over the layers")
-        for (other, *values), names in _BELONG_TO.items():
-            for name in names:
-                needs(self, name, other, *values)
-        for (other, *values), limits in _LIMITS.items():
-            kind = getattr(self, other)
-            for name, (possible, why) in limits.items():
-                if kind in values and getattr(self, name) not in possible:
-                    raise ConfigError(f"{name}={getattr(self, name)} is not supported with {other}={kind}: {why}")
+        for belonging in _BELONG_TO:
+            for name in belonging.names:
+                needs(self, name, belonging.to, *belonging.values)
+        for limit in _LIMITS:
+            value = getattr(self, limit.name)
+            kind = getattr(self, limit.other)
+            if kind in limit.kinds and value not in limit.values:
+                raise ConfigError(f"{limit.name}={value} is not supported with {limit.other}={kind}: {limit.reason}")
         if self.image_size is not None and self.image_size % self.patch_size:
             raise ConfigError(f"image_size={self.image_size} is not divisible by patch_size={self.patch_size}")
 

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from minitx.config import IGNORED, ConfigError
+from minitx.config.schema import FailedRunError
 from minitx.data.task import VALIDATION_SEED, Batch, Draw, Split, generator, num_targets
 
 BATCHES_IN_A_WINDOW = 50
@@ -208,7 +209,7 @@ def count(split: Split, items: np.ndarray, draw: Draw, batch: Batch | None = Non
     return int(num_targets((batch or split.collate(items, draw))["labels"])) if known is None else known
 
 
-class WorkerError(RuntimeError):
+class WorkerError(FailedRunError):
     """A worker process of the loader died."""
 
 

@@ -15,7 +15,6 @@ import lzma
 import math
 import os
 import re
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from io import TextIOWrapper
@@ -28,6 +27,7 @@ import torch
 
 from minitx.config import IGNORED, ConfigError
 from minitx.config.schema import Count, Fraction, read, require
+from minitx.crash_safe import replacing
 from minitx.data.task import Batch, Draw, Split, Task, VocabSize, find_or_train_tokenizer, find_tokenizer, package
 from minitx.data.tokenizers import Tokenizer, fingerprint, require_marks, warn_of_unknown
 
@@ -281,28 +281,21 @@ def data_dir() -> Path:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Write ``path`` in a context: yield a temporary file and rename it at the end, so that readers never see half a file.
-
-    Several processes may write at once. The last process wins, and the file is always complete.
+def caching(path: Path) -> Iterator[BinaryIO]:
+    """Write ``path``, a file of the cache, in a context: yield a temporary file and rename it at the end.
 
     Raises:
         ConfigError: the folder or the file cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("xb") as file:
+        with replacing(path, is_shared=True) as part, part.open("xb") as file:
             yield file
-        os.replace(temporary, path)
     except OSError as error:
         raise ConfigError(
             f"{path}, a cache of prepared data, cannot be written: {error.strerror}; set data.cache_dir=FOLDER to move it (train.py, "
             "evaluate.py)"
         ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
 
 
 def sha256_of(path: Path) -> str:
@@ -532,7 +525,7 @@ def cached(cache_dir: str | Path | None, name: str, source: str, build: Callable
     if tokens is None:
         log.info("tokenising %s", source)
         record = build(path)
-        with replacing(description) as file:
+        with caching(description) as file:
             file.write(json.dumps(record).encode())
         tokens = (*token_arrays(path, record), Tokenizer.from_dict(record["tokenizer"]), record)
     counts = record["splits"]["train"]
@@ -554,7 +547,7 @@ def write_ids(
     counts = {split: {"tokens": 0, "characters": 0, "bytes": 0, "unknown": 0} for split in ("train", "val")}
     digest = hashlib.sha256()
     unknown = -1 if tokenizer.unknown_id is None else tokenizer.unknown_id
-    with replacing(path) as file:
+    with caching(path) as file:
         for split, counted in counts.items():
             texts = iter(splits[split])
             while batch := list(islice(texts, TEXTS_AT_ONCE)):

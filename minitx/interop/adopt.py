@@ -32,6 +32,7 @@ from minitx.config.schema import stated
 from minitx.interop.trial import Trial, answer, error_text, made_up_inputs, settled
 from minitx.nn.arguments import Arguments
 from minitx.nn.attention import DotProductAttention
+from minitx.nn.changes import joined
 from minitx.nn.folding import Again, Use, fold_scale
 from minitx.nn.functional import AttentionCall
 from minitx.nn.masks import Causal, Dense, Mask, Padding
@@ -354,9 +355,7 @@ def adopt_hf(
     }
     for kind, details in remarks.items():
         if details:
-            more = [f"and {len(details) - 3} more"] if len(details) > 3 else []
-            listed = ", ".join([*details[:3], *more])
-            warnings.warn(f"{type(model).__name__}: {WARNINGS[kind]} ({listed})", stacklevel=2)
+            warnings.warn(f"{type(model).__name__}: {WARNINGS[kind]} ({joined(details, ', ')})", stacklevel=2)
     return model
 
 

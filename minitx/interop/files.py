@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from minitx.config.schema import stated
+from minitx.crash_safe import replacing
 from minitx.data.tokenizer_folder import TOKENIZER_FILES
 
 WEIGHTS, INDEX, TOKENIZER = "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
@@ -111,9 +112,8 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: i
     for stale in (folder / WEIGHTS, folder / INDEX, *folder.glob("model-*-of-*.safetensors")):
         stale.unlink(missing_ok=True)  # an old model.safetensors would be read instead of the shards
     for file, names in split.filename_to_tensors.items():
-        partial = folder / f"{file}.partial"
-        save_file({name: tensors[name] for name in names}, partial, metadata={"format": "pt"})
-        partial.replace(folder / file)  # loaded tensors may still be memory-mapped from the old file
+        with replacing(folder / file) as part:  # loaded tensors may still be memory-mapped from the old file
+            save_file({name: tensors[name] for name in names}, part, metadata={"format": "pt"})
     if split.is_sharded:
         write_json(folder / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
 

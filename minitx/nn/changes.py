@@ -15,7 +15,7 @@ from minitx.nn.scale import OtherScale
 
 # names of parts and settings that do not change what a trained model computes (cores are compared by their parts)
 TRAINING_ONLY = ("training", "dropout", "p", "inplace", "backend", "strict")
-SHOWN = 5
+SHOWN = 3
 """The largest number of differences in a message."""
 
 
@@ -53,10 +53,14 @@ def hooked_modules(model: nn.Module) -> list[str]:
     return [name or "the model" for name in hooked]
 
 
-def joined(differences: Sequence[str]) -> str:
-    """Return differences as text for a message. Only the first ones are shown."""
-    more = f" and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
-    return f"{'; '.join(differences[:SHOWN])}{more}"
+def joined(words: Sequence[str], separator: str = "; ") -> str:
+    """Return words as text for a message. Only the first ones are shown.
+
+    >>> joined("abcde", ", ")
+    'a, b, c and 2 more'
+    """
+    more = f" and {len(words) - SHOWN} more" if len(words) > SHOWN else ""
+    return f"{separator.join(words[:SHOWN])}{more}"
 
 
 def structure_of(model: nn.Module) -> dict[str, Any]:

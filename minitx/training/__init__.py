@@ -15,6 +15,11 @@ class StoppedError(Exception):
         super().__init__(number, ending)  # the arguments as they are, so that the error can be pickled
         self.number = number
 
+    @property
+    def exit_code(self) -> int:
+        """The exit code of the program, as shells report signals."""
+        return 128 + self.number
+
     def __str__(self) -> str:
         return f"stopped by {signal.Signals(self.number).name}{self.args[1]}"
 

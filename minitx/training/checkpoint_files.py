@@ -19,17 +19,16 @@ from torch import Tensor, nn
 from torch.utils.serialization import config as serialization
 
 from minitx.config import ConfigError, is_node
-from minitx.config.schema import first_line, require
+from minitx.config.schema import FailedRunError, first_line, require
+from minitx.crash_safe import PART, replacing
 from minitx.data.task import Task
 from minitx.data.tokenizers import Tokenizer
 
 FORMAT = 1
 """The format that this version writes. This version reads this format and all earlier ones."""
 
-_PART = ".part"
 
-
-class CheckpointError(RuntimeError):
+class CheckpointError(FailedRunError):
     """A checkpoint could not be written. The previous checkpoint is intact."""
 
 
@@ -39,26 +38,24 @@ def write_checkpoint(checkpoint: dict[str, Any], path: str | Path) -> None:
     Raises:
         CheckpointError: the disk is full, or the folder cannot be written.
     """
-    part = Path(f"{path}{_PART}")
+    path = Path(path)
     try:
-        part.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as file, serialization.patch({"save.compute_crc32": True}):  # type: ignore[attr-defined]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as part, part.open("wb") as file, serialization.patch({"save.compute_crc32": True}):  # type: ignore[attr-defined]
             torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
-        part.replace(path)
-        _sync(part.parent)  # the new name must be on disk, too
+        _sync(path.parent)  # the new name must be on disk, too
     except (OSError, RuntimeError) as error:  # torch raises RuntimeError if writing fails
         cause = next((e for e in (error, error.__cause__, error.__context__) if isinstance(e, OSError)), None)
         reason = cause.strerror if cause is not None else first_line(error)
-        part.unlink(missing_ok=True)
-        note = "; the previous checkpoint is intact" if Path(path).exists() else ""
+        note = "; the previous checkpoint is intact" if path.exists() else ""
         raise CheckpointError(f"checkpoint {path} could not be written: {reason}{note}") from error
 
 
 def clean_up(folder: Path) -> None:
     """Remove incomplete files that a killed run left in its folder of checkpoints."""
-    for part in folder.glob(f"*{_PART}"):
+    for part in folder.glob(f"*{PART}"):
         part.unlink()
 
 

@@ -324,7 +324,7 @@ def _corpus_score(metric: Any, answers: Sequence[str], references: Sequence[str]
 
 def report(evaluation: Evaluation, folder: Path, split: str = "val") -> None:
     """Write an evaluation to the log, and to ``evaluation.json`` (``val``) or ``evaluation_test.json`` (``test``)."""
-    from minitx.training.metrics_csv import naming
+    from minitx.crash_safe import naming
 
     path = folder / ("evaluation.json" if split == "val" else f"evaluation_{split}.json")
     with naming(path):

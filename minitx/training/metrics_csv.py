@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from minitx.crash_safe import naming, replacing
 
 COLUMNS = (
     *("step", "train_loss", "val_loss", "val_accuracy", "lr", "grad_norm", "tokens", "seconds"),
@@ -19,15 +20,6 @@ COLUMNS = (
 
 OF_THE_MACHINE = frozenset(("seconds", "tokens_per_second", "memory_mb", "mfu"))
 """Columns that differ between two equal runs."""
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """A context that adds ``path`` to an ``OSError`` without a file name, such as the error of a full disk."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, error.filename or str(path)) from None
 
 
 class MetricsFile(Logger):
@@ -105,14 +97,12 @@ class MetricsFile(Logger):
     def _write(self, rows: Sequence[dict[str, Any]]) -> None:
         """Write the whole file. The last of ``rows`` can still be extended."""
         self._columns = list(dict.fromkeys(name for row in [dict.fromkeys(self._columns), *rows] for name in row))
-        new = self.path.with_suffix(".new")  # after a crash, the old or the new file remains
-        with naming(self.path), new.open("w", encoding="utf-8", newline="") as file:
+        with naming(self.path), replacing(self.path) as new, new.open("w", encoding="utf-8", newline="") as file:
             self._writer(file).writeheader()
             self._writer(file).writerows(rows[:-1])
             file.flush()
             self._offset = file.tell()  # the position of the last row
             self._writer(file).writerows(rows[-1:])
-        new.replace(self.path)
         self._row = dict(rows[-1]) if rows else {}
 
     def _writer(self, file: TextIO) -> csv.DictWriter[str]:

@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from minitx.config import IGNORED, ConfigError, Part, TrainerConfig
-from minitx.config.schema import require
+from minitx.config.schema import FailedRunError, require
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Batch, Task, seed_device
+from minitx.nn.changes import joined
 from minitx.nn.precision import widest_float
 from minitx.nn.transfer import to_host
 from minitx.training.checkpoint_files import network_weights
@@ -45,7 +46,7 @@ from minitx.training.processes import is_sharded, largest_of_all, local_parts, s
 log = logging.getLogger(__name__)
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(FailedRunError):
     """The loss or the gradient was not finite in step ``step``, counted from 0. The update of this step was skipped."""
 
     def __init__(self, step: int, loss: float, grad_norm: float) -> None:
@@ -69,7 +70,7 @@ class NonFiniteValidationError(NonFiniteError):
         )
 
 
-class UnusedParametersError(RuntimeError):
+class UnusedParametersError(FailedRunError):
     """A step left parameters without a gradient that several processes wait for, or that FSDP2 would add to others."""
 
 
@@ -394,8 +395,7 @@ def unreached(names: Sequence[str]) -> str:
     >>> unreached(["a"]), unreached(["a", "b", "c", "d"])
     ('a gets no gradient from', 'a, b, c and 1 more get no gradient from')
     """
-    listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return f"{listed} {'gets' if len(names) == 1 else 'get'} no gradient from"
+    return f"{joined(names, ', ')} {'gets' if len(names) == 1 else 'get'} no gradient from"
 
 
 def hash_seed(*numbers: int) -> int:

@@ -27,7 +27,7 @@ from minitx.config.training import MODEL
 from minitx.data.lightning_data import FIRST_INPUT, lightning_base, overrides
 from minitx.data.task import Batch, Task, seed_device, without_targets
 from minitx.nn.arguments import Arguments
-from minitx.nn.changes import changes_of, hooked_modules
+from minitx.nn.changes import changes_of, hooked_modules, joined
 from minitx.nn.modes import evaluating
 from minitx.nn.positions import position_ids_from
 
@@ -464,19 +464,14 @@ def build_network(part: Part, data: DataModule, precision: str = "32-true") -> n
     fields = decided_fields(data.task)
     net.check_sizes(fields, max(data.task.longest or 0, *(fields.get(name, 0) for name in _LENGTHS)))
     if parts := net.train():
-        log.info("model: stays in evaluation mode: %s", _listed(parts))
+        log.info("model: stays in evaluation mode: %s", joined(parts, ", "))
     if part.is_object and (changes := net.changes()):
-        log.info("model: load its checkpoints with load_model(path, model=...), because %s", _listed(changes, "; "))
+        log.info("model: load its checkpoints with load_model(path, model=...), because %s", joined(changes))
     if net.config is not None and (hooked := hooked_modules(model)):
-        log.info("model: checkpoints do not contain the hooks of %s", _listed(hooked))
+        log.info("model: checkpoints do not contain the hooks of %s", joined(hooked, ", "))
     if precision == "64-true":
         model.double()  # Lightning does this only after loading a checkpoint in float32
     return model
-
-
-def _listed(texts: Sequence[str], separator: str = ", ") -> str:
-    """Return the first three texts in one."""
-    return separator.join([*texts[:3], *(["..."] if len(texts) > 3 else [])])
 
 
 def network_of(part: Part, data: DataModule | None = None) -> nn.Module:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from minitx.config import ConfigError, Part, TransformerConfig
-from minitx.config.part import differences
+from minitx.config.part import differing_keys
 from minitx.config.schema import defaults
 from minitx.config.training import MODEL
 from minitx.data import tokenizers
@@ -59,7 +59,7 @@ def check_resumed(path: str | None, parts: Mapping[str, Part], state: Mapping[st
     saved, current = stored["config"], state["config"]
     model_defaults = defaults(TransformerConfig) if stored["model"]["_target_"] == MODEL else {}
     changes = {name: part.differences(saved[name]) for name, part in parts.items()}
-    changes["model"] = differences({**model_defaults, **stored["model"]}, state["model"], "model")
+    changes["model"] = differing_keys({**model_defaults, **stored["model"]}, state["model"], "model")
     if changes["model"]:
         raise ConfigError(f"{named} contains another model than the config: {'; '.join(changes['model'])}")
     _check_updates(named, changes)

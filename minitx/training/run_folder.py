@@ -11,6 +11,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from minitx.config import ConfigError
+from minitx.crash_safe import replacing
 from minitx.training import rank
 from minitx.training.checkpoint_files import clean_up
 from minitx.training.metrics_csv import read_metrics
@@ -64,9 +65,8 @@ def _write(folder: Path, files: Mapping[str, str]) -> None:
     try:
         clean_up(folder / "checkpoints")
         for name, text in files.items():
-            new = folder / f"{name}.new"  # after a crash or on a full disk, the old or the new file remains
-            new.write_text(text, encoding="utf-8")
-            new.replace(folder / name)
+            with replacing(folder / name) as new:
+                new.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"output_dir={folder} cannot be written: {error.strerror}") from None
 

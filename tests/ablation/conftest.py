@@ -3,6 +3,7 @@
 import pytest
 from pretended_runs import SMALL
 
+from minitx.ablation.execution import CellJob
 from minitx.cli.ablate import run_cell
 from tests.ablation import made_up
 
@@ -18,5 +19,5 @@ def first(tmp_path_factory):
     """The checkpoint of a model that has learned a little."""
     folder = tmp_path_factory.mktemp("first")
     words = [*SMALL, "trainer.max_steps=40", "optimizer.lr=0.01", "trainer.ckpt_every=100000", "seed=3"]
-    run_cell(words, str(folder), 40, True, False)
+    run_cell(CellJob(words, folder, 40, keeps_weights=True))
     return folder / "checkpoints" / "last.ckpt"

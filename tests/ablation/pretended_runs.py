@@ -15,8 +15,9 @@ from types import SimpleNamespace
 
 from minitx.ablation.design import AblationConfig, StartConfig, StudyConfig, ThresholdConfig, settings
 from minitx.ablation.execution import run_cells
-from minitx.ablation.grid import cells, read_json_lines
+from minitx.ablation.grid import cells
 from minitx.config.training import WindowConfig
+from minitx.training.records import read_json_lines
 from tests.waiting import PATIENCE, wait_for
 
 SMALL = ["experiment=scaling_cell_recall", "data.num_pairs=3", "data.num_keys=8", "data.num_values=4", "data.val_size=8",
@@ -52,10 +53,9 @@ def from_start(path):
     return [f"init_from.path={path}", "init_from.fold_scale=true", check]
 
 
-def pretend(words, folder, cap, keep_weights, keep_attention, threshold=None, rehearse=False):
+def pretend(job):
     """One run or threshold: what it loads must be there, what others load is written, and ``broken`` beside the grid makes it fail."""
-    place = Path(folder)
-    asked = settings(words)
+    place, asked = job.folder, settings(job.words)
     broken, permits, lines = (place.parents[1] / name for name in ("broken", "permits", "cells.jsonl"))
     if permits.exists():  # the runs of a grid that is to be killed wait while it has as many lines as there are permits
         wait_for(lambda: len(read_json_lines(lines)) < permits.stat().st_size)
@@ -64,22 +64,22 @@ def pretend(words, folder, cap, keep_weights, keep_attention, threshold=None, re
     if "init_from.path" in asked:
         assert Path(json.loads(asked["init_from.path"])).read_text() == "weights"
     weights = place / "checkpoints" / "last.ckpt"
-    if keep_weights:
+    if job.keeps_weights:
         weights.parent.mkdir(parents=True, exist_ok=True)
         weights.write_text("weights")
     place.parents[1].mkdir(parents=True, exist_ok=True)
     with (place.parents[1] / "ran").open("a") as file:
         file.write(f"{place.name}\n")
-    if threshold is not None:
-        assert float(asked["optimizer.lr"]) == threshold.first[asked["arm"]]
-        return {"low": 0.1, "high": 0.2, "cap": cap}
+    if job.threshold is not None:
+        assert float(asked["optimizer.lr"]) == job.threshold.first[asked["arm"]]
+        return {"low": 0.1, "high": 0.2, "cap": job.steps}
     accuracy = 0.1 if asked["study"] == "first" and asked["seed"] == "5" else 1.0  # seed 5 learns nothing
-    return {"steps": cap, "accuracy": [accuracy] * cap, "nonfinite_step": None, "loss": [0.0] * cap}
+    return {"steps": job.steps, "accuracy": [accuracy] * job.steps, "nonfinite_step": None, "loss": [0.0] * job.steps}
 
 
-def act(words, folder, cap, keep_weights, keep_attention, threshold=None, rehearse=False):
+def act(job):
     """Does what the arm is called, in a process of its own."""
-    name, place = settings(words)["arm"], Path(folder).parents[1]
+    name, place = settings(job.words)["arm"], job.folder.parents[1]
     if name.startswith("raise"):
         raise ValueError("no luck")
     if name.startswith("die"):
@@ -91,7 +91,7 @@ def act(words, folder, cap, keep_weights, keep_attention, threshold=None, rehear
         (place / f"{os.getpid()}.here").touch()
         wait_for(lambda: len(list(place.glob("*.here"))) == 3)
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return {"name": name, "steps": cap, "pid": os.getpid(), "gpu": gpu, "torch": "torch" in sys.modules}
+    return {"name": name, "steps": job.steps, "pid": os.getpid(), "gpu": gpu, "torch": "torch" in sys.modules}
 
 
 class Here:

@@ -10,8 +10,9 @@ import pytest
 from pretended_runs import Here, StoppedError, comparable, grid, pretend, ran, run
 
 from minitx.ablation.design import settings
-from minitx.ablation.grid import cells, read_json_lines
+from minitx.ablation.grid import cells
 from minitx.config import ConfigError
+from minitx.training.records import read_json_lines
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -55,11 +56,11 @@ def test_a_run_waits_for_the_one_it_starts_from_and_is_left_out_if_that_did_not_
 def test_runs_are_rehearsed_until_one_of_their_arm_is_done(tmp_path):
     asked = []
 
-    def fails_at_first(words, *arguments):
-        asked.append((settings(words)["study"], settings(words)["arm"], arguments[-1]))
+    def fails_at_first(job):
+        asked.append((settings(job.words)["study"], settings(job.words)["arm"], job.rehearses))
         if len(asked) == 1:
             raise ValueError("no luck")
-        return pretend(words, *arguments)
+        return pretend(job)
 
     run(tmp_path, run_cell=fails_at_first)
     arms = {arm[:2]: [rehearse for *other, rehearse in asked if tuple(other) == arm[:2]] for arm in asked}

@@ -11,7 +11,7 @@ import torch
 from pretended_runs import act, alive, run
 
 from minitx.ablation.design import AblationConfig, StudyConfig
-from minitx.ablation.execution import LocalPool, SlurmPool
+from minitx.ablation.execution import CellJob, LocalPool, SlurmPool
 from minitx.ablation.grid import cells
 from minitx.cli import ablate
 from minitx.config import ConfigError
@@ -73,7 +73,7 @@ def test_a_worker_that_dies_costs_its_own_run_alone_and_its_successor_sees_the_s
 def test_closing_a_pool_ends_its_workers_whatever_they_do(tmp_path):
     pool = LocalPool(1)
     worker = pool.submit(os.getpid).result()
-    pool.submit(act, ["arm=slow"], str(tmp_path / "cells" / "slow"), 1, False, False)
+    pool.submit(act, CellJob(["arm=slow"], tmp_path / "cells" / "slow", 1))
     wait_for((tmp_path / "begun").exists)
     assert alive(worker)
     pool.close()
@@ -94,7 +94,7 @@ def test_jobs_of_submitit_answer_as_workers_do_and_are_cancelled_with_their_pool
     found = results(pool, tmp_path, "a", "raise", "die")
     assert (found["a"]["name"], found["raise"]) == ("a", "ValueError: no luck")
     assert found["die"].startswith("the process died: ") and "\n" not in found["die"]
-    job = pool.submit(act, ["arm=slow"], str(tmp_path / "cells" / "slow"), 1, False, False)
+    job = pool.submit(act, CellJob(["arm=slow"], tmp_path / "cells" / "slow", 1))
     wait_for((tmp_path / "begun").exists)
     pool.close()
     with pytest.raises(submitit.core.utils.UncompletedJobError):

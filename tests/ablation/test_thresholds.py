@@ -14,6 +14,7 @@ from torch import nn
 
 from minitx.ablation import thresholds
 from minitx.ablation.design import AblationConfig, StudyConfig, ThresholdConfig
+from minitx.ablation.execution import CellJob
 from minitx.ablation.grid import cells
 from minitx.ablation.scaling.updates import MultiplyMatrices, lion, muon, relative_adam
 from minitx.ablation.thresholds import Bracket, Watch, measure_threshold, search
@@ -185,7 +186,7 @@ def test_every_run_of_a_threshold_is_the_run_of_train_py(tmp_path, first, words,
     assert 0.0 <= found["start_error"] < 1e-5 and found["low"] < found["high"]
     assert {run["rate"]: run["stable"] for run in found["runs"]}.items() >= {found["low"]: True, found["high"]: False}.items()
     for run in found["runs"]:
-        alone = run_cell([*further(first, *words), f"optimizer.lr={run['rate']:g}"], str(tmp_path / "run"), 6, False, False)
+        alone = run_cell(CellJob([*further(first, *words), f"optimizer.lr={run['rate']:g}"], tmp_path / "run", 6))
         assert run["loss"] == alone["loss"][: len(run["loss"])] and run["nonfinite_step"] == alone["nonfinite_step"]
         assert run["accuracy"] == alone["accuracy"][: len(run["loss"])]
 
@@ -205,7 +206,7 @@ def test_weights_of_hugging_face_are_folded_and_the_start_is_checked(tmp_path):
     study = StudyConfig(base=tuple(base), arms=("inv_sqrt", "unscaled"), threshold=rule)
     arms = {name: (f"model.scale={name}",) for name in study.arms}
     for cell in cells(AblationConfig(arms=arms, studies={"text": study})):
-        found = run_cell(cell.words(tmp_path), str(tmp_path / cell.hash), 4, False, False, cell.threshold)
+        found = run_cell(CellJob(cell.words(tmp_path), tmp_path / cell.hash, 4, threshold=cell.threshold))
         assert found["start_error"] < 1e-5 and found["start"] == pytest.approx(math.log(tokenizer.vocab_size), rel=0.1)
         assert found["low"] < found["high"] and not (tmp_path / cell.hash).exists()
 
@@ -241,4 +242,4 @@ def test_a_threshold_that_was_stopped_goes_on_with_the_runs_it_has(tmp_path, fir
 def test_the_fold_in_w_q_alone_needs_a_model_without_the_scale(tmp_path, first):
     words = further(first, "model.scale=inv_sqrt", FOLD)
     with pytest.raises(ConfigError, match=r"needs model\.scale=unscaled"):
-        run_cell(words, str(tmp_path / "run"), 6, False, False)
+        run_cell(CellJob(words, tmp_path / "run", 6))

@@ -18,7 +18,7 @@ from pretended_runs import SMALL, Here, from_start
 from torch import nn
 
 from minitx.ablation.design import AblationConfig, StartConfig, StudyConfig
-from minitx.ablation.execution import run_cells
+from minitx.ablation.execution import CellJob, run_cells
 from minitx.ablation.grid import NEW_DATA, cells
 from minitx.cli.ablate import check, run_cell
 from minitx.cli.compose import compose_config, compose_grid
@@ -34,7 +34,7 @@ ARMS = compose_grid(["experiment=scaling_ablation", "ablation=smoke"]).arms
 
 def trained(folder, *words, steps, keep=True):
     cell = [*SMALL, f"trainer.max_steps={steps}", *words]
-    return run_cell(cell, str(folder), steps, keep, False)
+    return run_cell(CellJob(cell, folder, steps, keeps_weights=keep))
 
 
 def losses(folder):
@@ -50,9 +50,9 @@ def test_a_second_phase_starts_from_a_model_of_the_users_own(tmp_path, monkeypat
     del sys.modules["own"]
     own = [f"--config-dir={ROOT / 'examples' / 'own_project' / 'conf'}", "experiment=sorted_task", "trainer.max_steps=2"]
     words = [*own, "trainer.val_every=0", "callbacks.progress=false", "callbacks.announce=null", "trainer.log_every=1"]
-    run_cell([*words, "seed=1"], str(tmp_path / "first"), 2, True, False)
+    run_cell(CellJob([*words, "seed=1"], tmp_path / "first", 2, keeps_weights=True))
     start = from_start(tmp_path / "first" / "checkpoints" / "last.ckpt")
-    result = run_cell([*words, "seed=1001", *start], str(tmp_path / "run"), 2, False, False)
+    result = run_cell(CellJob([*words, "seed=1001", *start], tmp_path / "run", 2))
     assert result["start_error"] == 0.0
 
 

@@ -1,6 +1,9 @@
 """``check.py``: what is typed, what is shown, and the exit code."""
 
+import importlib
+import inspect
 import json
+import pickle
 import shlex
 import sys
 
@@ -81,7 +84,6 @@ def program(tmp_path, monkeypatch, capsys):
     """Run ``check.py`` beside ``mine.py``: its exit code, what it shows, and its complaint."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
     (tmp_path / "mine.py").write_text(SOURCE)
     (tmp_path / "broken.py").write_text("def attention(q, k, v:\n")
     (tmp_path / "raises.py").write_text("{}['weights']\n")
@@ -93,9 +95,7 @@ def program(tmp_path, monkeypatch, capsys):
         shown = capsys.readouterr()
         return code, shown.out, shown.err
 
-    yield run
-    for name in ("mine", "broken", "raises", "model"):
-        sys.modules.pop(name, None)
+    return run
 
 
 def test_the_exit_code_is_1_only_where_something_is_wrong(program):
@@ -171,6 +171,46 @@ def test_an_adapter_of_the_same_or_of_another_file_calls_what_is_checked(program
     for word in ("call=in_dict", "call=model.py:in_dict"):
         code, shown, _ = program("model.py:ReadsDict", "only=causality,cache", word)
         assert code == 0 and "ReadsDict by in_dict(ids)" in shown and "not tried  cache: call= passes no cache" in shown
+
+
+GPT = """
+from torch import nn
+from layers import FACTOR
+
+class GPT(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Embedding(31, 8), nn.Linear(8, 31))
+
+    def forward(self, ids):
+        return super().forward(ids) * FACTOR
+
+def adapter(model, ids):
+    return model(ids)
+"""
+
+
+def test_two_files_of_one_name_are_two_modules_and_import_their_own_neighbours(program, tmp_path):
+    for folder, factor in (("ref", 2), ("port", 3)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "model.py").write_text(GPT)
+        (tmp_path / folder / "layers.py").write_text(f"FACTOR = {factor}\n")
+    first, second, again = (check._object_at(f"{folder}/model.py:GPT") for folder in ("ref", "port", "ref"))
+    assert [kind.forward.__globals__["FACTOR"] for kind in (first, second, again)] == [2, 3, 2]
+    for kind in (first, second, again):
+        assert pickle.loads(pickle.dumps(kind)) is kind and "nn.Sequential" in inspect.getsource(kind)
+    code, shown, error = program("port/model.py:GPT", "like=ref/model.py:GPT")
+    assert code == 1 and "1.5 times" in shown, shown + error
+    code, shown, error = program("model.py:Own", "call=ref/model.py:adapter", "only=rows")  # the adapter of the other model.py
+    assert code == 0 and "Own by adapter(ids)" in shown, error
+
+
+@pytest.mark.parametrize("name", ["random", "colorsys"])
+def test_a_file_named_as_a_library_does_not_take_its_place(program, tmp_path, monkeypatch, name):
+    (tmp_path / f"{name}.py").write_text(SOURCE)
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    code, _, error = program(f"{name}.py:in_one_tuple", "call=adapter")
+    assert code == 1, error
+    assert hasattr(importlib.import_module(name), {"random": "Random", "colorsys": "rgb_to_hsv"}[name])
 
 
 def test_the_command_in_a_report_of_a_model_repeats_it(program):

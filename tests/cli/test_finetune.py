@@ -8,7 +8,8 @@ import tokenizers
 import torch
 import transformers
 
-from minitx.config import ConfigError, TransformerConfig, to_dict
+from minitx.cli.compose import compose_config
+from minitx.config import ConfigError, RunConfig, TransformerConfig, to_dict
 from minitx.data.tokenizers import train_tokenizer
 from minitx.generation.decoding import eos_ids
 from minitx.interop import load_hf, release_hf, save_hf
@@ -128,6 +129,19 @@ def test_an_exported_model_keeps_the_special_tokens_and_the_template_of_the_fold
     assert (found.pad_token, found.unk_token) == tuple(sorted(known)[40:42])
     assert found.mask_token is None and found.chat_template == "{{ messages }}"
     assert len({len(row) for row in found(["the Word", "God"], padding=True).input_ids}) == 1
+
+
+@pytest.mark.parametrize("preset", ["finetune", "mine"])
+def test_an_experiment_for_trained_models_needs_one_whatever_its_name(assert_refused, theirs, preset):
+    (theirs.parent / "conf" / "experiment").mkdir(parents=True)
+    (theirs.parent / "conf" / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults: [finetune]\nexperiment: mine\n"
+    )
+    words = ["--config-dir=conf", *(word for word in finetune(theirs) if not word.startswith(("init_from", "experiment=")))]
+    sentence = "model is missing: start from a trained model, init_from.path=FOLDER or model=hf model.path=FOLDER, or choose model=OPTION"
+    assert_refused(sentence, f"experiment={preset}", *words)
+    assert compose_config([f"experiment={preset}", *words, "model=hf", f"model.path={theirs}"]).init_from.path is None
+    assert RunConfig(experiment="finetune").init_from.path is None
 
 
 def test_keys_on_the_command_line_win_over_those_in_the_folder(cli, assert_refused, theirs):

@@ -16,7 +16,7 @@ from minitx.generation import Sampler, beam_search, generate
 from minitx.interop.conversations import TEMPLATE, ChatFormat
 from minitx.training.checkpoint_files import write_checkpoint
 from minitx.training.checkpoints import load_model
-from minitx.training.records import read_records
+from minitx.training.records import read_json_lines
 from tests.cli.conftest import SHORT, assert_named, put
 from tests.cli.processes import start
 from tests.data.conftest import SPACE, beginning_with_a_space
@@ -184,7 +184,7 @@ def test_a_tokenizer_with_a_template_and_without_an_end_mark_writes_only_with_te
 def test_samples_of_a_run_on_conversations_answer_a_users_message(place):
     last = chats(place, "callbacks.samples.every=2", f"callbacks.samples.prompts=['{QUESTION}']", "callbacks.samples.temperature=0",
                  "callbacks.samples.max_new_tokens=6")  # fmt: skip
-    (record,) = read_records(place / "chat" / "samples.jsonl")
+    (record,) = read_json_lines(place / "chat" / "samples.jsonl")
     assert record["prompt"] == QUESTION
     assert record["text"] + "\n" == answer_of(last, f"user: {QUESTION}<eos>\nassistant: ", max_new_tokens=6)
 

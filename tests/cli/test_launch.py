@@ -230,7 +230,7 @@ def test_a_killed_process_is_the_reason_also_where_all_end_in_one_second(other, 
         for failure in failures.values():
             failure.timestamp = 1
         said = launch._failure(failures, tmp_path)
-        assert said.code == 3 and f"process {victim}" in str(said) and "SIGKILL" in str(said)
+        assert said.exit_code == 3 and f"process {victim}" in str(said) and "SIGKILL" in str(said)
 
 
 def test_a_lost_connection_is_not_the_reason_where_another_process_has_one(tmp_path):

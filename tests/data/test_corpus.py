@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from minitx.config import ConfigError
 from minitx.data import corpus, text
-from minitx.data.corpus import data_dir, lines_of, ngram_floors, read_text, replacing
+from minitx.data.corpus import caching, data_dir, lines_of, ngram_floors, read_text
 from minitx.data.tokenizers import Tokenizer, fingerprint, train_tokenizer
 from tests.data.conftest import POEM, SPACE, beginning_with_a_space
 
@@ -87,7 +87,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     path = tmp_path / "file"
     path.write_text("old")
 
-    with contextlib.suppress(KeyError), replacing(path) as file:
+    with contextlib.suppress(KeyError), caching(path) as file:
         file.write(b"new")
         raise KeyError
     assert path.read_text() == "old"
@@ -236,7 +236,7 @@ def test_processes_that_build_at_once_all_get_the_text(write_text, cache):
     with ProcessPoolExecutor(4, mp_context=get_context("fork")) as pool:
         results = [pool.submit(_build_and_read, path, cache) for _ in range(8)]
         assert [result.result() == TEXT for result in results] == [True] * 8
-    assert not list(cache.glob("*.tmp"))
+    assert not list(cache.glob("*.part"))
 
 
 def test_floors_by_hand():

@@ -26,6 +26,7 @@ from examples.changes.output_gate import OutputGate
 from examples.changes.qk_clip import QKClip
 from examples.changes.value_residual import value_residual
 from minitx.ablation.design import settings
+from minitx.ablation.execution import CellJob
 from minitx.ablation.grid import Cell, GridPlace, Runs, cells
 from minitx.ablation.judge import judge
 from minitx.ablation.report import study_pictures
@@ -277,9 +278,9 @@ def test_the_lab_continues_a_trained_change_without_the_scale_and_checks_that_it
     words = [*tiny, *(word for word in arms[name] if "ffn_dim" not in word), "callbacks.progress=false", "trainer.max_steps=1"]
     place = GridPlace("solved", "own", (), 1)
     first = Cell(place, (*words, "trainer.ckpt_every=1000", "seed=1"), keeps_weights=True)
-    run_cell(first.words(tmp_path), str(first.folder(tmp_path)), 1, True, False)
+    run_cell(CellJob(first.words(tmp_path), first.folder(tmp_path), 1, keeps_weights=True))
     second = Cell(place, (*words, *grid.arms["unscaled"], "trust=true", "seed=2"), first)
-    result = run_cell(second.words(tmp_path), str(second.folder(tmp_path)), 1, False, False)
+    result = run_cell(CellJob(second.words(tmp_path), second.folder(tmp_path), 1))
     assert 0.0 < result["start_error"] < 1e-5  # folded, so not bit for bit
 
 

@@ -164,14 +164,13 @@ def refused_by_tables(options: Mapping[str, Any]) -> str | None:
     """The field that the tables of ``TransformerConfig`` refuse together with the others, or None."""
     defaults = {name: entry.default for name, entry in TransformerConfig.__dataclass_fields__.items()}
     values = {**defaults, **options}
-    for (other, *allowed), names in _BELONG_TO.items():
-        for name in names:
-            if values[name] != defaults[name] and values[other] not in allowed:
+    for belonging in _BELONG_TO:
+        for name in belonging.names:
+            if values[name] != defaults[name] and values[belonging.to] not in belonging.values:
                 return name
-    for (other, *kinds), limits in _LIMITS.items():
-        for name, (possible, _) in limits.items():
-            if values[other] in kinds and values[name] not in possible:
-                return name
+    for limit in _LIMITS:
+        if values[limit.other] in limit.kinds and values[limit.name] not in limit.values:
+            return limit.name
     return None
 
 

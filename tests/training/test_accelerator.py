@@ -31,7 +31,7 @@ from minitx.training.checkpoints import move_to_device
 from minitx.training.devices import check_count, device_name, memory_mb, peak_tflops, process_settings
 from minitx.training.metrics_csv import OF_THE_MACHINE, read_metrics
 from minitx.training.module import TrainingModule
-from minitx.training.records import read_records
+from minitx.training.records import read_json_lines
 from minitx.training.trainer import device_arguments, quiet_lightning
 from tests import pretend
 from tests.test_configs import CONFIGS, OF_OWN_FILES, small_llama
@@ -57,7 +57,7 @@ def content(folder):
     rows = read_metrics(folder / "metrics.csv")
     return {
         "metrics": [{name: value for name, value in row.items() if name not in OF_THE_MACHINE} for row in rows],
-        **{name: read_records(folder / f"{name}.jsonl") for name in ("probes", "samples")},
+        **{name: read_json_lines(folder / f"{name}.jsonl") for name in ("probes", "samples")},
         "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix != ".log"),
         "evaluation": [json.loads(path.read_text()) for path in folder.glob("evaluation.json")],
     }

@@ -68,7 +68,7 @@ def of_mine(config):
 
 
 def test_the_node_of_a_function_of_our_keys_has_what_the_data_determined():
-    part = Part.read(node(of_mine, embed_dim=8, num_heads=2), "model")
+    part = Part.from_plain(node(of_mine, embed_dim=8, num_heads=2), "model")
     stored = Net.of(part.with_fields(dataclasses.replace(part.fields, vocab_size=7)).build()).node(part, {})
     assert (stored["_target_"], stored["vocab_size"], stored["embed_dim"]) == (f"{__name__}.of_mine", 7, 8)
 
@@ -157,7 +157,7 @@ def test_the_node_of_an_adopted_model_is_not_kept_after_its_scale_or_its_parts_h
 
 
 def test_the_node_of_a_model_of_ones_own_has_what_the_data_decided():
-    net, part = Net.of(Words()), Part.read(node(Words), "model")
+    net, part = Net.of(Words()), Part.from_plain(node(Words), "model")
     assert net.node(part, {"vocab_size": 11, "num_labels": 3}) == {"_target_": f"{__name__}.Words", "vocab_size": 11}
     assert net.node(Part.of_object(net.network, "model"), {}) == {"_target_": f"{__name__}.Words"}
 

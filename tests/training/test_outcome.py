@@ -26,7 +26,7 @@ from minitx.training.evaluation import Evaluation, report
 from minitx.training.metrics_csv import MetricsFile, read_metrics
 from minitx.training.module import NonFiniteError
 from minitx.training.net import in_own_dtype
-from minitx.training.records import add_records
+from minitx.training.records import add_records, read_json_lines
 from minitx.training.run import train
 from minitx.training.run_folder import run_folder
 from minitx.training.summary import describe_data, describe_device, summarise
@@ -101,14 +101,14 @@ def test_a_crash_while_the_file_is_written_anew_loses_no_row(tmp_path, monkeypat
 def test_a_full_disk_or_a_crash_leaves_the_files_of_the_run_that_goes_on_as_they_were(tmp_path, monkeypatch):
     config, probes = tmp_path / "config.yaml", tmp_path / "probes.jsonl"
     config.write_text("old", encoding="utf-8")
-    config.with_name("config.yaml.new").symlink_to("/dev/full")
+    config.with_name("config.yaml.part").symlink_to("/dev/full")
     with pytest.raises(ConfigError, match="No space left on device"), run_folder(tmp_path, {config.name: "new"}):
         pass
     add_records(probes, {"step": 1}, {"step": 2})
     monkeypatch.setattr(records, "add_records", None)
     with pytest.raises(TypeError):
         records.drop_records(probes, 1)
-    assert config.read_text(encoding="utf-8") == "old" and len(records.read_records(probes)) == 2
+    assert config.read_text(encoding="utf-8") == "old" and len(read_json_lines(probes)) == 2
 
 
 def test_two_processes_cannot_train_in_one_folder(tmp_path):
@@ -276,7 +276,7 @@ def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path):
         add_records(tmp_path / "probes.jsonl", {"step": 1})
     with pytest.raises(OSError, match=r"No space left on device: '.*evaluation.json'"):
         report(Evaluation({}), tmp_path)
-    (tmp_path / "metrics.new").symlink_to("/dev/full")
+    (tmp_path / "metrics.csv.part").symlink_to("/dev/full")
     with pytest.raises(OSError, match=r"No space left on device: '.*metrics.csv'"):
         MetricsFile(tmp_path / "metrics.csv").begin()
 

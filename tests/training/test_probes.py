@@ -15,7 +15,7 @@ from minitx.training.checkpoints import load_model
 from minitx.training.metrics_csv import read_metrics
 from minitx.training.net import Net
 from minitx.training.optimizers import constant
-from minitx.training.records import read_probes, read_records
+from minitx.training.records import read_json_lines, read_probes
 from minitx.training.run import train
 from tests.interop.families import build
 
@@ -23,7 +23,7 @@ from tests.interop.families import build
 def test_every_diagnostic_is_there_for_every_layer_and_head(make_config, tmp_path):
     probe = {"probe__every": 2, "probe__weights_every": 4, "probe__weights_rows": 2}
     train(make_config(model__num_layers=2, trainer__max_steps=4, **probe), tmp_path)
-    records, means = (read(tmp_path / "probes.jsonl") for read in (read_records, read_probes))
+    records, means = (read(tmp_path / "probes.jsonl") for read in (read_json_lines, read_probes))
     assert [record["step"] for record in records] == [0, 1, 2, 4]
     single = {"token_cosine", "grad_q", "grad_k", "grad_v", "grad_query_rms", "grad_query_median", "snr_q", "snr_k", "snr_v"}
     heads = {"entropy", "row_std", "max_logit", "ipr", "saturation_99", "jacobian_fro", "argmax_retention"}
@@ -71,7 +71,7 @@ def test_the_logit_step_is_the_change_that_one_update_made(make_config, tmp_path
     seen[:, :, 0] = False  # one visible key
     change = torch.where(seen, scores[1] - scores[0], 0.0).double()
     expected = (change.square().sum((0, 2, 3)) / seen.sum((0, 2, 3))).sqrt()
-    records = {record["step"]: record for record in read_records(tmp_path / "4" / "probes.jsonl")}
+    records = {record["step"]: record for record in read_json_lines(tmp_path / "4" / "probes.jsonl")}
     assert records[4]["layers"][0]["logit_step"] == pytest.approx(expected.tolist(), rel=1e-4)
 
 
@@ -98,7 +98,7 @@ def test_an_adopted_model_is_probed_as_it_is_captured_without_its_padding(name, 
     masks = {"key_masks": {"input_ids": "key_mask", "decoder_input_ids": "decoder_key_mask"}} if name == "T5" else {}
     task = Task(name="mine", train=rows, val=rows, model_fields={"vocab_size": 99}, **masks)
     fit(tmp_path, task, model=model, batch_size=3, max_steps=2, val_every=0, callbacks=callbacks)
-    records = read_records(tmp_path / "probes.jsonl")
+    records = read_json_lines(tmp_path / "probes.jsonl")
     assert [record["step"] for record in records] == [0, 1, 2]
     assert [layer["name"] for layer in records[0]["layers"]] == list(seen)
     for layer in records[0]["layers"]:
