@@ -230,7 +230,8 @@ PRIVATE = {
         ("training.trainer", "_broadcast_sigterm_tensor"),
     },
     "transformers": {
-        *{("interop.adopt", "_attn_implementation"), ("interop.adopt", "_gradient_checkpointing_func")},
+        *{("interop.adopt", "_attn_implementation"), ("interop.adopted_core", "_attn_implementation")},
+        ("interop.running_calls", "_gradient_checkpointing_func"),
         ("check.incremental", "_can_compile_fullgraph"),
     },
     "others": {

@@ -218,9 +218,9 @@ WRITTEN = (
     Fault(
         "adopted_autocast",
         "adopted × rotary × autocast: the query stays in float32 beside values in bfloat16",
-        "minitx/interop/adopt.py:_attention",
-        "query, key = query.to(value), key[:, :, :S].to(value)",
-        "key = key[:, :, :S].to(value)",
+        "minitx/interop/adopted_core.py:attention_function",
+        "query, key = call.query.to(value), call.key[:, :, :S].to(value)",
+        "query, key = call.query, call.key[:, :, :S].to(value)",
     ),
     Fault(
         "intervene_values_grouped",
