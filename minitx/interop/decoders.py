@@ -259,16 +259,12 @@ def llama_family(
     )
 
 
-LLAMA_ONLY = {**BIASES, "bias": "mlp_bias"}
 LLAMA_IDS = {"bos_token_id": 1, "eos_token_id": 2}
-LLAMA = llama_family("llama", "LlamaForCausalLM", LLAMA_ONLY, LLAMA_IDS, needs_whole_heads=True)
+LLAMA = llama_family("llama", "LlamaForCausalLM", {**BIASES, "bias": "mlp_bias"}, LLAMA_IDS, needs_whole_heads=True)
 
 # --- Mistral (Jiang et al. 2023, arXiv:2310.06825): all layers have a window
 
-MISTRAL_DEFAULTS = {
-    **{"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072},
-    **{"bos_token_id": 1, "eos_token_id": 2},
-}
+MISTRAL_DEFAULTS = {"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072, **LLAMA_IDS}
 MISTRAL = llama_family("mistral", "MistralForCausalLM", WINDOW, MISTRAL_DEFAULTS)
 
 # --- Qwen2 and Qwen3 (Yang et al. 2024, arXiv:2407.10671, and 2025, arXiv:2505.09388): biases or norms on q and k

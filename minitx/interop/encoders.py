@@ -242,17 +242,15 @@ T5 = Family(
             "bos_id": "decoder_start_token_id",
         },
         defaults={
-            **{
-                "vocab_size": 32128,
-                "d_model": 512,
-                "d_kv": 64,
-                "d_ff": 2048,
-                "num_layers": 6,
-                "num_heads": 8,
-                "dropout_rate": 0.1,
-            },
+            **{"vocab_size": 32128, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8},
             **{"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "layer_norm_epsilon": 1e-6},
-            **{"feed_forward_proj": "relu", "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0},
+            **{
+                "dropout_rate": 0.1,
+                "feed_forward_proj": "relu",
+                "pad_token_id": 0,
+                "eos_token_id": 1,
+                "decoder_start_token_id": 0,
+            },
         },
         words={
             "feed_forward_proj": {

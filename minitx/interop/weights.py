@@ -180,7 +180,7 @@ def _check_unchanged(model: nn.Module) -> None:
     if not isinstance(model, TransformerModel):
         hint = "save other models with their own library"
         if hasattr(model, "merge_and_unload"):
-            from minitx.interop.finetune import adapted_ties
+            from minitx.interop.lora import adapted_ties
 
             hint = "merge_and_unload() returns the model"
             for names in adapted_ties(model):  # PEFT would merge the adapter of one name into the shared weight

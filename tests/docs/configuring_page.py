@@ -33,7 +33,8 @@ from minitx.config.training import CALLBACKS, LOADING
 from minitx.data.file_formats import load_tables
 from minitx.data.task import find_or_train_tokenizer
 from minitx.data.tokenizers import Tokenizer
-from minitx.interop.finetune import Lora, pretrained_hf
+from minitx.interop.finetune import pretrained_hf
+from minitx.interop.lora import Lora
 from minitx.training import optimizers
 
 ROOT = Path(__file__).parents[2]

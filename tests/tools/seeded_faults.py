@@ -232,7 +232,7 @@ WRITTEN = (
     Fault(
         "lora_tied",
         "LoRA × tied embeddings: the merge of one changes the other",
-        "minitx/interop/finetune.py:merged",
+        "minitx/interop/lora.py:merged",
         "_untie(model)",
         "pass",
     ),
@@ -511,6 +511,7 @@ SUITE = {
     "training/run": ("training/test_steps", "training/test_outcome", "training/test_parts", "training/test_foreign"),
     "analysis": ("analysis/test_capture", "analysis/test_intervene", "analysis/test_adopted"),
     "interop": ("interop/test_adopt", "nn/test_fold_scale", "interop/test_lora"),
+    "interop/lora": ("interop/test_lora",),
     "interop/finetune": ("interop/test_lora", "cli/test_finetune", "training/test_huggingface"),
     "interop/weights": ("interop/test_folder", "cli/test_export"),
     "generation": ("test_generation", "cli/test_generate", "training/test_samples"),
