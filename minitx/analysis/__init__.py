@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from minitx.config.lazy import on_first_use
 
 if TYPE_CHECKING:
+    from minitx.analysis.experiments import HeadEffects, knock_out_heads, patch_heads
     from minitx.analysis.figures import (
         effects_figure,
         head_heatmap,
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
         to_bertviz,
     )
     from minitx.analysis.heads import head_scores, heads_figure
-    from minitx.analysis.interventions import HeadEffects, intervene, knock_out_heads, logit_lens, patch_heads
+    from minitx.analysis.interventions import intervene
+    from minitx.analysis.lens import logit_lens
     from minitx.analysis.recorder import capture
     from minitx.analysis.snapshot import AttentionMap, Snapshot, read_snapshots, take_snapshot
     from minitx.analysis.statistics import attention_statistics, zhai_entropy_bound

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
-    from minitx.analysis.interventions import HeadEffects
+    from minitx.analysis.experiments import HeadEffects
 
 SEQUENTIAL, PALE = "Blues", "#C8C8C8"
 HIDDEN: dict[str, Any] = {"facecolor": "#D9D9D9", "edgecolor": "#B0B0B0", "hatch": "/////", "linewidth": 0.0}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from minitx.analysis.answers import Asked, next_tokens
-from minitx.analysis.interventions import with_knock_outs
+from minitx.analysis.experiments import with_knock_outs
 from minitx.analysis.questions import questions_of, token_namer
 from minitx.analysis.recorder import Layers, chosen_modules
 from minitx.analysis.snapshot import Snapshot, take_snapshot

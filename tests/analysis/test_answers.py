@@ -9,7 +9,7 @@ import torch
 
 from minitx.analysis import intervene, read_snapshots, take_snapshot
 from minitx.analysis.answers import Asked, Question, read_answers
-from minitx.analysis.interventions import answers_without_heads
+from minitx.analysis.experiments import answers_without_heads
 from minitx.analysis.snapshot import write_snapshot
 from tests.analysis.models import IDS, model_of, translation_of
 

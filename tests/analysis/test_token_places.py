@@ -16,7 +16,7 @@ from transformers import DynamicCache, EncoderDecoderCache  # noqa: E402
 
 from minitx.analysis import capture, intervene, knock_out_heads, logit_lens, patch_heads, take_snapshot  # noqa: E402
 from minitx.analysis.answers import Asked, Question  # noqa: E402
-from minitx.analysis.interventions import answers_without_heads  # noqa: E402
+from minitx.analysis.experiments import answers_without_heads  # noqa: E402
 from minitx.analysis.token_places import with_positions  # noqa: E402
 from minitx.analysis.viewer import view  # noqa: E402
 from minitx.generation import beam_search, generate  # noqa: E402

@@ -225,7 +225,7 @@ WRITTEN = (
     Fault(
         "intervene_values_grouped",
         "intervene on values × grouped heads: the keys go to other heads",
-        "minitx/analysis/interventions.py:_Part.enter",
+        "minitx/analysis/interventions.py:_Change.enter",
         "(tensor.repeat_interleave(group, dim=1) for tensor in (call.key, call.value))",
         "(tensor.repeat(1, group, 1, 1) for tensor in (call.key, call.value))",
     ),

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from minitx.analysis.answers import Answer, Answers, Asked, next_tokens
-from minitx.analysis.interventions import with_knock_outs
+from minitx.analysis.experiments import with_knock_outs
 from minitx.analysis.recorder import layer_numbers
 from minitx.analysis.snapshot import (
     MASKS_OF,
