@@ -15,7 +15,8 @@ from minitx.analysis.answers import Asked, next_tokens
 from minitx.analysis.experiments import with_knock_outs
 from minitx.analysis.questions import questions_of, token_namer
 from minitx.analysis.recorder import Layers, chosen_modules
-from minitx.analysis.snapshot import Snapshot, take_snapshot
+from minitx.analysis.snapshot import Snapshot
+from minitx.analysis.snapshot_sources import take_snapshot
 from minitx.cli.command_line import check_utf8, encode_text, refusing
 from minitx.config import ConfigError, TransformerConfig
 from minitx.config.schema import first_line, require, stated

@@ -27,16 +27,8 @@ from torch import Tensor, nn
 from minitx.analysis.answers import Answer, Answers, Asked, next_tokens
 from minitx.analysis.experiments import with_knock_outs
 from minitx.analysis.recorder import layer_numbers
-from minitx.analysis.snapshot import (
-    MASKS_OF,
-    SOURCE,
-    TARGET,
-    AttentionMap,
-    Snapshot,
-    named_inputs,
-    snapshot_of_weights,
-    take_snapshot,
-)
+from minitx.analysis.snapshot import MASKS_OF, SOURCE, TARGET, AttentionMap, Snapshot
+from minitx.analysis.snapshot_sources import named_inputs, snapshot_of_weights, take_snapshot
 from minitx.config.schema import stated
 
 __all__ = ["Trace", "View", "playground", "view", "viewer_page"]
