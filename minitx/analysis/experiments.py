@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minitx.analysis.answers import AnswerRows, Asked, logits_of, read_answers
+from minitx.analysis.answers import AnswerRows, Questions, logits_of, read_answers
 from minitx.analysis.heads import NO_INTERVAL, Interval
 from minitx.analysis.interventions import Change, intervene
 from minitx.analysis.recorder import Layers, before_calls, capture, chosen_modules
@@ -131,7 +131,7 @@ def patch_heads(
 
 @torch.no_grad()
 def answers_without_heads(
-    model: nn.Module, inputs: Mapping[str, Any], asked: Asked, *, layers: Layers = None
+    model: nn.Module, inputs: Mapping[str, Any], asked: Questions, *, layers: Layers = None
 ) -> dict[str, list[AnswerRows]]:
     """Return the answers with the output of one head set to 0, for every head of each layer.
 
@@ -148,7 +148,7 @@ def answers_without_heads(
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import DecoderLM
     >>> model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2))
-    >>> asked = Asked("input_ids", [[Question("What follows?", 2, right=5)]], 11, str)
+    >>> asked = Questions("input_ids", [[Question("What follows?", 2, right=5)]], 11, str)
     >>> without = answers_without_heads(model, {"input_ids": torch.tensor([[1, 2, 3]])}, asked)
     >>> [len(heads) for heads in without.values()], without["blocks.0.attention.core"][2][0][0].right
     ([3, 3], '5')
@@ -180,7 +180,7 @@ def answers_without_heads(
     return answers
 
 
-def with_knock_outs(snapshot: Snapshot, model: nn.Module, inputs: Mapping[str, Any], asked: Asked | None) -> Snapshot:
+def with_knock_outs(snapshot: Snapshot, model: nn.Module, inputs: Mapping[str, Any], asked: Questions | None) -> Snapshot:
     """Return a snapshot with the answers without each head of its layers (``answers_without_heads``).
 
     Args:

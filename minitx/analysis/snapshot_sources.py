@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minitx.analysis.answers import Answers, Asked, read_answers
+from minitx.analysis.answers import Answers, Questions, read_answers
 from minitx.analysis.image_patches import places_of_patches
 from minitx.analysis.recorder import Layers, Look, layers_of, warn_of_calls, watch
 from minitx.analysis.snapshot import MASKS_OF, PIXELS, SOURCE, TARGET, AttentionMap, Snapshot
@@ -35,7 +35,7 @@ def take_snapshot(
     *,
     tokens: Mapping[str, Sequence[Sequence[str]]] | None = None,
     layers: Layers = None,
-    asked: Asked | None = None,
+    asked: Questions | None = None,
     step: int | None = None,
     title: str = "",
 ) -> Snapshot:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 
 from minitx.data.tokenizers import Tokenizer
 
@@ -27,6 +28,16 @@ def token_texts(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
     sizes = ((character, len(character.encode("utf-8", "surrogateescape"))) for character in text)
     places = ((character, i, size) for character, size in sizes for i in range(size))  # one for every byte
     return [_label(list(itertools.islice(places, len(piece)))) for piece in pieces]
+
+
+def token_namer(tokenizer: Tokenizer | None) -> Callable[[int], str]:
+    """Return a function from ids to texts; without a tokenizer, to numbers."""
+    return str if tokenizer is None else namer(partial(token_texts, tokenizer), tokenizer.vocab_size)
+
+
+def namer(texts: Callable[[list[int]], Sequence[str]], vocab_size: int) -> Callable[[int], str]:
+    """Return a function from an id to its text by ``texts``. Ids from ``vocab_size`` on become ``id N``."""
+    return cache(lambda i: texts([i])[0] if i < vocab_size else f"id {i}")
 
 
 def _label(places: Sequence[tuple[str, int, int]]) -> str:

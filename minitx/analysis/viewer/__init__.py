@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from minitx.analysis.answers import Answer, Answers, Asked, next_tokens
+from minitx.analysis.answers import Answer, Answers, Questions, next_tokens
 from minitx.analysis.experiments import with_knock_outs
 from minitx.analysis.recorder import layer_numbers
 from minitx.analysis.snapshot import MASKS_OF, SOURCE, TARGET, AttentionMap, Snapshot
@@ -204,7 +204,7 @@ def _namer(tokenizer: Any) -> Callable[[int], str]:
     return name
 
 
-def _next_tokens(model: nn.Module, batch: Mapping[str, Any], name_of: Callable[[int], str]) -> Asked | None:
+def _next_tokens(model: nn.Module, batch: Mapping[str, Any], name_of: Callable[[int], str]) -> Questions | None:
     """The questions of a model with ``config.vocab_size`` at real tokens. The token after the last real one is not known."""
     axis, size = TARGET if TARGET in batch else SOURCE, stated(getattr(model, "config", None), "vocab_size", int)
     if size is None or axis not in batch:
