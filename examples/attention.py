@@ -41,7 +41,7 @@ from minitx.analysis.viewer import view
 from minitx.config import RunConfig, TrainerConfig, TransformerConfig, node
 from minitx.data import induction, kv_lookup
 from minitx.data.recall import induction_targets
-from minitx.data.task import key_value_texts
+from minitx.data.token_labels import key_value_texts
 from minitx.interop import adopt_hf
 from minitx.nn import DecoderLM, MultiHeadAttention, fold_scale, scaled_dot_product_attention
 from minitx.training.optimizers import adamw, constant

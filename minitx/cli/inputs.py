@@ -21,8 +21,9 @@ from minitx.cli.command_line import check_utf8, encode_text, refusing
 from minitx.config import ConfigError, TransformerConfig
 from minitx.config.schema import first_line, require, stated
 from minitx.data.batches import ValSource
-from minitx.data.task import Task, as_split, key_value_texts, position_texts, without_targets
-from minitx.data.token_labels import namer, token_namer, token_texts
+from minitx.data.splits import as_split
+from minitx.data.task import Task, without_targets
+from minitx.data.token_labels import key_value_texts, namer, position_texts, token_namer, token_texts
 from minitx.data.tokenizers import Tokenizer, fingerprint
 from minitx.generation import beam_search, generate
 from minitx.interop import adopt_hf

@@ -17,7 +17,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from minitx.config import IGNORED, ConfigError
-from minitx.data.task import VALIDATION_SEED, Batch, Draw, Split, generator, num_targets
+from minitx.data.seeding import VALIDATION_SEED, Draw, generator
+from minitx.data.splits import Split
+from minitx.data.task import Batch, num_targets
 
 BATCHES_IN_A_WINDOW = 50
 

@@ -11,9 +11,11 @@ import numpy as np
 
 from minitx.config import ConfigError
 from minitx.config.schema import Count, Fraction, Natural, read, require
-from minitx.data.file_formats import column_of, divided, labels_of, load_tables, share_of, texts_of
-from minitx.data.task import VALIDATION_SEED, Task, VocabSize, find_or_train_tokenizer, generator, hold_out, package
-from minitx.data.tokenizers import Tokenizer, count_unknown, require_marks
+from minitx.data.extras import package
+from minitx.data.seeding import VALIDATION_SEED, generator
+from minitx.data.tables import column_of, divided, hold_out, labels_of, load_tables, share_of, texts_of
+from minitx.data.task import Task
+from minitx.data.tokenizers import Tokenizer, VocabSize, count_unknown, find_or_train_tokenizer, require_marks
 
 log = logging.getLogger(__name__)
 EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")

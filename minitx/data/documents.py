@@ -23,19 +23,10 @@ from minitx.config import IGNORED, ConfigError
 from minitx.config.schema import Count, Fraction, require
 from minitx.data.batches import Source
 from minitx.data.corpus import CACHE_FORMAT, TEXTS_AT_ONCE, bits_per, cached, write_ids
-from minitx.data.file_formats import as_texts, column_names, column_of, divided, load_tables, share_of
-from minitx.data.task import (
-    Batch,
-    Ragged,
-    Task,
-    VocabSize,
-    find_or_train_tokenizer,
-    find_tokenizer,
-    generator,
-    hold_out,
-    num_held_out,
-)
-from minitx.data.tokenizers import Tokenizer, fingerprint
+from minitx.data.seeding import generator
+from minitx.data.tables import as_texts, column_names, column_of, divided, hold_out, load_tables, num_held_out, share_of
+from minitx.data.task import Batch, Task
+from minitx.data.tokenizers import Tokenizer, VocabSize, find_or_train_tokenizer, find_tokenizer, fingerprint
 
 log = logging.getLogger(__name__)
 BLANK = "documents are left out: without text"
@@ -43,6 +34,27 @@ DOCUMENTS_AT_ONCE = 64
 DOCUMENTS_TO_LEARN_FROM = 10_000
 START = "[0, null, 0]"
 """A position as JSON: the epoch, the state of the table before some documents (null: before all), and the number of their used tokens."""
+
+
+class Ragged:
+    """Rows of ids of different lengths in one array: row i is ``values[starts[i] : starts[i] + lengths[i]]``."""
+
+    def __init__(self, values: Any, starts: np.ndarray, lengths: np.ndarray) -> None:
+        self.values, self.starts, self.lengths = values, starts, lengths
+
+    @classmethod
+    def of(cls, rows: Iterable[np.ndarray]) -> Ragged:
+        """Copy ``rows`` into one array."""
+        rows = list(rows)
+        lengths = np.array([len(row) for row in rows], dtype=np.int64)
+        return cls(np.concatenate([np.zeros(0, np.uint32), *rows]).astype(np.uint32), np.cumsum(lengths) - lengths, lengths)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        values = self.values if isinstance(self.values, np.ndarray) else self.values.array
+        return values[self.starts[row] : self.starts[row] + self.lengths[row]].astype(np.int64)
 
 
 class DocumentRows:

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from minitx.config import ConfigError
-from minitx.data.task import Batch, Draw, Split, Task, as_split
+from minitx.data.seeding import Draw
+from minitx.data.splits import Split, as_split
+from minitx.data.task import Batch, Task
 
 
 def _renumbered(split: Split, numbers: Sequence[int]) -> Split:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from minitx.config import IGNORED, ConfigError
 from minitx.config.schema import Count, Natural, require
-from minitx.data.task import VALIDATION_SEED, Batch, Task, generator
+from minitx.data.seeding import VALIDATION_SEED, generator
+from minitx.data.task import Batch, Task
 
 
 def kv_lookup(*, num_keys: Count = 64, num_values: Count = 16, num_pairs: Count = 16, val_size: Count = 1024) -> Task:

@@ -14,16 +14,17 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from minitx.config import ConfigError
-from minitx.config.schema import first_line, require
+from minitx.config.schema import Bound, first_line, require
 
 log = logging.getLogger(__name__)
+VocabSize = Annotated[int, Bound("be at least 257: the bytes and a mark", lambda size: size > 256)]
 END_OF_TEXT = "<|endoftext|>"
 REPLACEMENT = "\ufffd"
 UNKNOWN_TOKEN = "<unk>"
@@ -295,6 +296,42 @@ def train_tokenizer(kind: str, chunks: Iterable[str], *, vocab_size: int = 0, ma
     if kind == "bpe":
         return Tokenizer(_byte_pairs(_with_spaces(chunks), vocab_size, [END_OF_TEXT, *names]).to_str())
     return Tokenizer(_character_model(set(itertools.chain.from_iterable(chunks)), names).to_str())
+
+
+def find_tokenizer(name: str | Tokenizer) -> Tokenizer | None:
+    """Return the tokenizer that ``data.tokenizer`` names, or None for ``char`` and ``bpe``, which are trained on the data.
+
+    Args:
+        name: ``char``, ``bpe``, a ``tokenizer.json``, a folder that contains one, or a name on the Hugging Face hub. A file from the hub
+            stays in the hub's cache (``HF_HOME``) and is read from there without a network. A ``Tokenizer`` is returned unchanged.
+
+    Raises:
+        ConfigError: nothing has this name, or its file cannot be read.
+    """
+    if isinstance(name, Tokenizer):
+        return name
+    if name in ("char", "bpe"):
+        return None
+    from minitx.data.tokenizer_folder import open_tokenizer  # the characters and bytes of a text need no folder
+
+    return open_tokenizer(name)
+
+
+def find_or_train_tokenizer(
+    tokenizer: str | Tokenizer, bpe_vocab_size: int, texts: Iterable[str], marks: Sequence[str]
+) -> Tokenizer:
+    """Return a tokenizer.
+
+    Args:
+        tokenizer: ``char`` (one id per character) or ``bpe`` (byte-level), both learned from the training split (``bpe`` from at
+            most 67 million characters of a text file, spread over it); or a ``tokenizer.json``, a folder that contains one, or a
+            name on the Hugging Face hub. In Python, it may be a ``Tokenizer``.
+        bpe_vocab_size: largest vocabulary of ``tokenizer=bpe``.
+        texts: the texts that ``char`` and ``bpe`` are learned from.
+        marks: the marks of a tokenizer that is learned.
+    """
+    known = find_tokenizer(tokenizer)
+    return known or train_tokenizer(str(tokenizer), texts, vocab_size=bpe_vocab_size, marks=marks)
 
 
 def _with_spaces(chunks: Iterable[str]) -> Iterator[str]:

@@ -13,9 +13,11 @@ import numpy as np
 
 from minitx.config import ConfigError
 from minitx.config.schema import Count, Fraction, require
-from minitx.data.file_formats import load_table, share_of, texts_of
-from minitx.data.task import VALIDATION_SEED, Task, VocabSize, find_or_train_tokenizer, generator, hold_out, package
-from minitx.data.tokenizers import Tokenizer, count_unknown, require_marks
+from minitx.data.extras import package
+from minitx.data.seeding import VALIDATION_SEED, generator
+from minitx.data.tables import hold_out, load_table, share_of, texts_of
+from minitx.data.task import Task
+from minitx.data.tokenizers import Tokenizer, VocabSize, count_unknown, find_or_train_tokenizer, require_marks
 
 PAIR_MARKS = ("pad", "bos", "eos")
 LONGEST_DATE = 64

@@ -16,10 +16,11 @@ import numpy as np
 
 from minitx.config import ConfigError
 from minitx.config.schema import Count, Fraction, first_line, require
-from minitx.data.documents import DocumentRows, learned_marks, task_of
-from minitx.data.file_formats import column_of, divided, load_tables, share_of
-from minitx.data.task import Ragged, Task, VocabSize, find_or_train_tokenizer, hold_out, package
-from minitx.data.tokenizers import Tokenizer, count_unknown, require_marks
+from minitx.data.documents import DocumentRows, Ragged, learned_marks, task_of
+from minitx.data.extras import package
+from minitx.data.tables import column_of, divided, hold_out, load_tables, share_of
+from minitx.data.task import Task
+from minitx.data.tokenizers import Tokenizer, VocabSize, count_unknown, find_or_train_tokenizer, require_marks
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from minitx.config import ConfigError, TrainerConfig
 from minitx.config.schema import check_choice, require
-from minitx.data.task import kept_generators
+from minitx.data.seeding import kept_generators
 from minitx.nn.precision import widest_float
 from minitx.training import kept_environment, local_rank
 

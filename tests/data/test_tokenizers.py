@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from minitx.config import ConfigError
-from minitx.data.task import find_tokenizer
 from minitx.data.token_labels import token_texts
 from minitx.data.tokenizer_folder import load_tokenizer
 from minitx.data.tokenizers import (
@@ -23,6 +22,7 @@ from minitx.data.tokenizers import (
     NAMES_OF_MARKS,
     TextStream,
     Tokenizer,
+    find_tokenizer,
     fingerprint,
     require_marks,
     train_tokenizer,

@@ -517,7 +517,7 @@ SUITE = {
     "generation": ("test_generation", "cli/test_generate", "training/test_samples"),
     "data": ("data/test_addressing", "data/test_task", "data/test_data_module", "data/test_lightning_data", "training/test_module"),
     "data/documents": ("data/test_documents", "data/test_streaming"),
-    "data/translation": ("data/test_translation", "data/test_file_formats"),
+    "data/translation": ("data/test_translation", "data/test_tables"),
 }  # fmt: skip
 """The quick tests of a module, beside those of its name; the longest entry that its path begins with."""
 

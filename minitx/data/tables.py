@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from minitx.config import ConfigError
-from minitx.config.schema import first_line, require
-from minitx.data.task import package
+from minitx.config.schema import Fraction, first_line, read, require
+from minitx.data.extras import package
+from minitx.data.seeding import VALIDATION_SEED, generator
 
 log = logging.getLogger(__name__)
 READERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
@@ -49,6 +50,37 @@ def divided(tables: list[Any], divide: Callable[[Any], tuple[np.ndarray, np.ndar
     """Return both tables. If there is only one, ``divide(table)`` returns its rows of training and of validation."""
     train, val = tables if len(tables) == 2 else map(tables[0].select, divide(tables[0]))
     return train, val
+
+
+def num_held_out(count: int, fraction: float) -> int:
+    """Return the number of ``count`` groups to hold out for validation: the fraction, but at least one, and never all."""
+    return min(max(1, round(fraction * count)), count - 1)
+
+
+def hold_out(groups: Sequence[Any], fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    """Split rows by group. The result does not depend on the run's seed.
+
+    Args:
+        groups: the group of every row. All rows of a group are in the same split.
+        fraction: the fraction of groups for validation; see ``num_held_out``.
+
+    Returns:
+        The rows of training, in order, and of validation. Validation rows are shuffled, so that the first rows represent all.
+
+    Raises:
+        ConfigError: there are fewer than two groups, or ``fraction`` is not in (0, 1).
+
+    >>> train, val = hold_out(["a", "b", "a", "c"], 0.3)
+    >>> sorted([*train.tolist(), *val.tolist()])
+    [0, 1, 2, 3]
+    """
+    fraction = read(Fraction, fraction, "data.val_fraction")
+    distinct = sorted(set(groups))
+    require(len(distinct) > 1, f"data.val_fraction={fraction} leaves a split of {len(distinct)} different rows empty")
+    random = generator(VALIDATION_SEED, "hold_out")
+    chosen = {distinct[i] for i in random.permutation(len(distinct))[: num_held_out(len(distinct), fraction)]}
+    validates = np.array([group in chosen for group in groups])
+    return np.flatnonzero(~validates), random.permutation(np.flatnonzero(validates))
 
 
 def load_table(
