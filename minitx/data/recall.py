@@ -146,8 +146,8 @@ def _recall_task(name: str, draw: Callable[..., Batch], val_size: int, chance: f
 
 def _distinct_numbers(num_kinds: int, shape: tuple[int, int], random: np.random.Generator) -> np.ndarray:
     """Distinct numbers of 0 … num_kinds − 1 in each row, uniform and in random order."""
-    every = np.broadcast_to(np.arange(num_kinds), (shape[0], num_kinds))
-    return random.permuted(every, axis=1)[:, : shape[1]]
+    kinds = np.broadcast_to(np.arange(num_kinds), (shape[0], num_kinds))
+    return random.permuted(kinds, axis=1)[:, : shape[1]]
 
 
 def _batch(input_ids: np.ndarray, answers: np.ndarray, **inputs: np.ndarray) -> Batch:

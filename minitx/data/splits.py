@@ -79,8 +79,8 @@ class MapSplit(Split):
 
     def count(self, items: np.ndarray) -> int | None:
         """See ``Split``."""
-        known = hasattr(self.rows, "num_targets")
-        return sum(int(self.rows.num_targets(int(i))) for i in items) if known else None
+        has_counts = hasattr(self.rows, "num_targets")
+        return sum(int(self.rows.num_targets(int(i))) for i in items) if has_counts else None
 
     def collate(self, items: np.ndarray, draw: Draw) -> Batch:
         """See ``Split``."""
@@ -156,16 +156,16 @@ class MapSplit(Split):
         Raises:
             ConfigError: the rows have different lengths, and no value is known.
         """
-        known = {**dict.fromkeys((*self.key_masks, *self.key_masks.values()), 0), **PAD, **self.pad}
+        fills = {**dict.fromkeys((*self.key_masks, *self.key_masks.values()), 0), **PAD, **self.pad}
         lengths = [len(row) for row in rows]
-        if key not in known and len(set(lengths)) > 1:
+        if key not in fills and len(set(lengths)) > 1:
             mask = KEY_MASKS.get(key, f"{key}_mask")
             raise ConfigError(
                 f"{self.name}: rows have {min(lengths)} to {max(lengths)} values of {key}, but no padding value is known: pass "
                 f"Task(key_masks={{{key!r}: {mask!r}}}) if forward has a parameter {mask} (True = real), or Task(pad={{{key!r}: VALUE}}) "
                 "if the model recognises padding by this value"
             )
-        return known.get(key, 0)
+        return fills.get(key, 0)
 
     def _read(self, items: np.ndarray, draw: Draw) -> list[Mapping[str, Any]]:
         if hasattr(self.rows, "row"):

@@ -109,13 +109,13 @@ def load_table(
     option = f"data.{key}={path}"
     local = Path(path).expanduser()
     datasets = package("datasets", option)
-    files, local_options = _files_of(path, option, **reader)
+    files, local_options = _local_files(path, option, **reader)
     options: dict[str, Any] = {"path": path, "name": subset, "split": split, "streaming": streaming, **local_options}
     with _quiet() if local_options else contextlib.nullcontext():  # errors of local files are reported below
         try:
             if local.is_dir():
-                files, reading = _folder_reading(local, subset, option, **reader)
-                options |= reading
+                files, folder_options = _options_of_folder(local, subset, option, **reader)
+                options |= folder_options
             table = datasets.load_dataset(**options)
             # datasets gives columns of row names such names; in a stream they are not known yet
             may_move = streaming or any(name.startswith("__index_level_") for name in table.column_names)
@@ -147,7 +147,7 @@ def _quiet() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _files_of(path: str, option: str, **reader: Any) -> tuple[list[str], dict[str, Any]]:
+def _local_files(path: str, option: str, **reader: Any) -> tuple[list[str], dict[str, Any]]:
     """Local files matching ``path``, and the load_dataset options for them; ([], {}) for a name on the hub."""
     local = Path(path).expanduser()
     is_pattern = any(sign in path for sign in "*?[") and not local.exists()  # else it names a file such as "reviews [1].csv"
@@ -160,13 +160,13 @@ def _files_of(path: str, option: str, **reader: Any) -> tuple[list[str], dict[st
         return files, {"path": str(local)}
     if files and Path(files[0]).is_file():
         named = {"train": [escape(os.path.abspath(file)) for file in files]}
-        return files, {"name": None, "data_files": named, **_reader(files, option, **reader)}
+        return files, {"name": None, "data_files": named, **_options_of_files(files, option, **reader)}
     if not files or local.suffix.lower() in READERS or path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise ConfigError(f"{option} does not exist; it must be a file, a folder or a name on the Hugging Face hub")
     return files, {}
 
 
-def _reader(
+def _options_of_files(
     files: Sequence[str], option: str, *, texts: Sequence[str | int] = (), header: bool = True, kind: str | None = None
 ) -> dict[str, Any]:
     """The reader of ``datasets`` for these files, and its options."""
@@ -183,10 +183,10 @@ def _reader(
                     "line here, but not in other programs, so lines would not belong together: remove it (tr -d '\\r')"
                 )
     kind = kind or READERS[suffixes[0]]
-    return {"path": kind, **_reading(kind, "," if suffixes == [".csv"] else "\t", texts, header)}
+    return {"path": kind, **_reader_options(kind, "," if suffixes == [".csv"] else "\t", texts, header)}
 
 
-def _folder_reading(
+def _options_of_folder(
     folder: Path, subset: str | None, option: str, *, texts: Sequence[str | int] = (), header: bool = True, **_: Any
 ) -> tuple[list[str], dict[str, Any]]:
     """The files in a folder that ``datasets`` reads, and the load_dataset options for them. A warning lists files that are not read."""
@@ -204,13 +204,13 @@ def _folder_reading(
     ]
     if left:
         log.warning("%s: %d files are read, and %d are not: %s", option, len(taken), len(left), ", ".join(left[:3]))
-    reading = _reading(kind, getattr(builder.config, "sep", ","), texts, header)
+    reading = _reader_options(kind, getattr(builder.config, "sep", ","), texts, header)
     if "header" in reading:  # for a folder, datasets does not pass on a None
         reading |= {"path": kind, "name": None, "data_files": {split: [*map(escape, of)] for split, of in by_split.items()}}
     return files, reading
 
 
-def _reading(kind: str, sep: str, texts: Sequence[str | int], header: bool) -> dict[str, Any]:
+def _reader_options(kind: str, sep: str, texts: Sequence[str | int], header: bool) -> dict[str, Any]:
     """The options of the reader ``kind`` of ``datasets``."""
     if kind != "csv":
         return {"encoding": "utf-8-sig"} if kind == "text" else {}

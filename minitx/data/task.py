@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from torch import Tensor
 
 from minitx.config import IGNORED
-from minitx.config.schema import check_choice
+from minitx.config.schema import Bound, check_choice
 from minitx.data.tokenizers import Tokenizer
 
 Batch = dict[str, Tensor]
+VocabSize = Annotated[int, Bound("be at least 257: the bytes and a mark", lambda size: size > 256)]
 
 TASK_KINDS = ("language_model", "masked_lm", "seq2seq", "classify", "tag", "other")
 """The kinds of tasks. ``tag`` classifies every token, and ``other`` is any further task."""

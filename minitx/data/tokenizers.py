@@ -14,17 +14,16 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from minitx.config import ConfigError
-from minitx.config.schema import Bound, first_line, require
+from minitx.config.schema import first_line, require
 
 log = logging.getLogger(__name__)
-VocabSize = Annotated[int, Bound("be at least 257: the bytes and a mark", lambda size: size > 256)]
 END_OF_TEXT = "<|endoftext|>"
 REPLACEMENT = "\ufffd"
 UNKNOWN_TOKEN = "<unk>"
@@ -65,33 +64,23 @@ class Tokenizer:
     def __init__(
         self, serialized: str, chat_template: str | None = None, special_tokens: Mapping[str, str] | None = None
     ) -> None:
-        try:
-            self._model = tokenizers.Tokenizer.from_str(serialized)
-        except Exception as error:  # tokenizers raises plain Exception
-            raise ValueError(f"tokenizers cannot read the file: {first_line(error)}") from None
+        self._model = _read_model(serialized)
         self.chat_template, self.special_tokens = chat_template, dict(special_tokens or {})
-        self._model.no_padding()
-        self._model.no_truncation()
-        self._model.encode_special_tokens = True  # read special tokens in a text as text; the JSON does not store it
+        vocab = self._model.get_vocab()
+        self.vocab_size = max(vocab.values(), default=-1) + 1
         unknown = {UNKNOWN_TOKEN, "[UNK]", getattr(self._model.model, "unk_token", None)}
-        vocab, added = self._model.get_vocab(), {token.content for token in self._model.get_added_tokens_decoder().values()}
+        added = {token.content for token in self._model.get_added_tokens_decoder().values()}
         stated = {mark: text for mark, text in marks_named(self.special_tokens).items() if text in vocab}
         # words of the vocabulary
         self._model.add_special_tokens([text for text in stated.values() if text not in added | unknown])
-        tokens = self._model.get_added_tokens_decoder().items()
-        ids_of = {token.content: i for i, token in tokens}
-        names_of = NAMES_OF_MARKS | {mark: (text,) for mark, text in stated.items()}
-        candidates = {mark: [ids_of[name] for name in names if name in ids_of] for mark, names in names_of.items()}
-        self.mark_ids = {mark: ids[0] for mark, ids in candidates.items() if ids}
-        self.vocab_size = max(vocab.values(), default=-1) + 1
+        tokens = self._model.get_added_tokens_decoder()
+        self.mark_ids = _ids_of_marks({token.content: i for i, token in tokens.items()}, stated)
         marks = self.mark_ids.values()
         self._never = np.zeros(self.vocab_size, dtype=bool)  # True for ids that no text may become
-        self._never[[i for i, token in tokens if (token.special or i in marks) and token.content not in unknown]] = True
+        self._never[[i for i, token in tokens.items() if (token.special or i in marks) and token.content not in unknown]] = True
         self.characters = _characters_of(self._model)
         if self.characters is not None:
-            codepoints = [ord(character) for character in self.characters]
-            self._table = np.zeros(max(codepoints, default=0) + 2, dtype=np.uint32)  # the last entry is for unknown characters
-            self._table[codepoints] = np.arange(1, len(codepoints) + 1, dtype=np.uint32)
+            self._table = _table_of(self.characters)
 
     def __reduce__(self) -> tuple[type[Tokenizer], tuple[str, str | None, dict[str, str]]]:
         # a pickled tokenizers.Tokenizer would lose encode_special_tokens
@@ -137,14 +126,21 @@ class Tokenizer:
             ConfigError: see ``encode``.
         """
         special = [self._model.token_to_id(name) for name in sections[1::2]]
-        if self.characters is None and not any(name in text for text in sections[::2] for name in self._special):
-            encoding = self._of_whole.encode("".join(sections), add_special_tokens=False)
-            whole = np.array(encoding.ids, dtype=np.uint32)
-            places = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-            marks = self._never[whole]
-            places[marks, 1] = places[marks, 0] + 1  # without white space after it that belongs to the token (rstrip)
-            if whole[marks].tolist() == [id for id in special if self._never[id]]:
-                return whole, places
+        return self._encode_joined(sections, special) or self._encode_each(sections, special)
+
+    def _encode_joined(self, sections: Sequence[str], special: Sequence[int | None]) -> tuple[np.ndarray, np.ndarray] | None:
+        """Encode the joined sections at once; None if a text would become a special token."""
+        if self.characters is not None or any(name in text for text in sections[::2] for name in self._special):
+            return None
+        encoding = self._of_whole.encode("".join(sections), add_special_tokens=False)
+        ids = np.array(encoding.ids, dtype=np.uint32)
+        spans = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        marks = self._never[ids]
+        spans[marks, 1] = spans[marks, 0] + 1  # without white space after it that belongs to the token (rstrip)
+        return (ids, spans) if ids[marks].tolist() == [id for id in special if self._never[id]] else None
+
+    def _encode_each(self, sections: Sequence[str], special: Sequence[int | None]) -> tuple[np.ndarray, np.ndarray]:
+        """Encode every section separately."""
         ids, spans, before = list[np.ndarray](), list[np.ndarray](), 0
         for i, section in enumerate(sections):
             each: Any = np.arange(len(section))[:, None] + (0, 1)
@@ -233,6 +229,32 @@ class Tokenizer:
         optional = {"chat_template": self.chat_template, "special_tokens": self.special_tokens}
         present = {name: value for name, value in optional.items() if value}
         return {"kind": "tokenizers", "json": self._model.to_str(), **present}
+
+
+def _read_model(serialized: str) -> tokenizers.Tokenizer:
+    try:
+        model = tokenizers.Tokenizer.from_str(serialized)
+    except Exception as error:  # tokenizers raises plain Exception
+        raise ValueError(f"tokenizers cannot read the file: {first_line(error)}") from None
+    model.no_padding()
+    model.no_truncation()
+    model.encode_special_tokens = True  # read special tokens in a text as text; the JSON does not store it
+    return model
+
+
+def _ids_of_marks(ids_of: Mapping[str, int], stated: Mapping[str, str]) -> dict[str, int]:
+    """The ids of the marks, from the ids of special tokens by their texts. ``stated`` has the texts of some marks."""
+    names_of = NAMES_OF_MARKS | {mark: (text,) for mark, text in stated.items()}
+    candidates = {mark: [ids_of[name] for name in names if name in ids_of] for mark, names in names_of.items()}
+    return {mark: ids[0] for mark, ids in candidates.items() if ids}
+
+
+def _table_of(characters: str) -> np.ndarray:
+    """The ids of a character model by codepoint. The last entry is for unknown characters."""
+    codepoints = [ord(character) for character in characters]
+    table = np.zeros(max(codepoints, default=0) + 2, dtype=np.uint32)
+    table[codepoints] = np.arange(1, len(codepoints) + 1, dtype=np.uint32)
+    return table
 
 
 def marks_named(special_tokens: Mapping[str, str]) -> dict[str, str]:
@@ -330,8 +352,7 @@ def find_or_train_tokenizer(
         texts: the texts that ``char`` and ``bpe`` are learned from.
         marks: the marks of a tokenizer that is learned.
     """
-    known = find_tokenizer(tokenizer)
-    return known or train_tokenizer(str(tokenizer), texts, vocab_size=bpe_vocab_size, marks=marks)
+    return find_tokenizer(tokenizer) or train_tokenizer(str(tokenizer), texts, vocab_size=bpe_vocab_size, marks=marks)
 
 
 def _with_spaces(chunks: Iterable[str]) -> Iterator[str]:

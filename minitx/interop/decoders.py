@@ -7,17 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from minitx.interop.family import (
-    SIZES,
-    TEXT,
-    WORDS_OF_ACTIVATION,
-    Architecture,
-    ConfigTable,
-    Family,
-    TensorTable,
-    UnsupportedError,
-    Values,
-)
+from minitx.interop.config_json import SIZES, TEXT, WORDS_OF_ACTIVATION, UnsupportedError
+from minitx.interop.family import Architecture, ConfigTable, Family, TensorTable, Values
 
 # --- GPT-2 (Radford et al. 2019): its matrices have shape (in, out), and one matrix holds q, k and v (``Conv1D``)
 

@@ -6,17 +6,8 @@ from collections.abc import Collection
 from typing import Any
 
 from minitx.config import TransformerConfig
-from minitx.interop.family import (
-    SIZES,
-    TEXT,
-    WORDS_OF_ACTIVATION,
-    Architecture,
-    ConfigTable,
-    Family,
-    Shape,
-    TensorTable,
-    Values,
-)
+from minitx.interop.config_json import SIZES, TEXT, WORDS_OF_ACTIVATION
+from minitx.interop.family import Architecture, ConfigTable, Family, Shape, TensorTable, Values
 
 # --- BERT (Devlin et al. 2019) and RoBERTa (Liu et al. 2019; its positions begin at pad_token_id + 1)
 
