@@ -6,53 +6,20 @@ that the probe wrote to a run's folder.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 
-import torch
 from torch import Tensor
 
 from minitx.analysis.answers import Answers
+from minitx.analysis.attention_map import AttentionMap
 from minitx.analysis.recorder import LACKS, Layers, chosen_names, layer_of
-from minitx.analysis.tally import Tally, tally_of
+from minitx.analysis.tally import Tally, heads_on_key, tally_of
 
 SOURCE, TARGET, PIXELS = "input_ids", "decoder_input_ids", "pixel_values"
 MASKS_OF = {SOURCE: ("key_mask", "attention_mask"), TARGET: ("decoder_key_mask", "decoder_attention_mask")}
-
-
-@dataclass(frozen=True)
-class AttentionMap:
-    """One layer's attention.
-
-    Attributes:
-        name: the name of the core, such as ``blocks.0.attention.core``. kind: ``causal``, ``self`` or ``cross``.
-        queries, keys: the tokens on the two axes, as keys of ``Snapshot.tokens``.
-        weights: (B, H, L, S), before dropout. visible: bool (B, H, L, S), True = may attend.
-        max_logit: (B, H, L), the largest |z| among a row's visible scores.
-
-    >>> weights, visible = torch.tensor([[[[1.0, 0.0], [0.5, 0.5]]]]), torch.ones(2, 2).tril().bool()[None, None]
-    >>> layer = AttentionMap("core", "causal", "query", "query", weights, visible, torch.zeros(1, 1, 2))
-    >>> layer.entropy().tolist()  # the first row has no choice, the second chooses nothing
-    [[[nan, 1.0]]]
-    """
-
-    name: str
-    kind: str
-    queries: str
-    keys: str
-    weights: Tensor
-    visible: Tensor
-    max_logit: Tensor
-
-    def place(self) -> dict[str, str]:
-        """Return the name, the kind and the axes of the layer as plain data."""
-        return {name: getattr(self, name) for name in ("name", "kind", "queries", "keys")}
-
-    def entropy(self) -> Tensor:
-        """Return H̄ = -Σ p ln p / ln n of every row with n visible keys: (B, H, L). NaN if n < 2."""
-        count = self.visible.sum(-1).double()
-        return (torch.special.entr(self.weights.double()).sum(-1) / count.log()).masked_fill(count < 2, torch.nan)
 
 
 @dataclass(frozen=True)
@@ -133,5 +100,35 @@ class Snapshot:
         ids = {axis: tensor[row : row + 1, real[axis]] for axis, tensor in self.ids.items()}
         answers = self.answers and self.answers.of_row(row, real[self.answers.axis].tolist())
         all_real = {axis: mask[mask].unsqueeze(0) for axis, mask in real.items()}
-        tally = self.tally if self.num_rows == 1 else tally_of(self, row)
+        tally = self.tally if self.num_rows == 1 else tally_of(self.maps, self.answers, row)
         return replace(self, maps=tuple(maps), tokens=tokens, ids=ids, real=all_real, answers=answers, tally=tally)
+
+
+def typical_row(runs: Sequence[Sequence[Snapshot]]) -> int | None:
+    """Return the first row that ends like most rows in every run, or None if there is none.
+
+    The end of a row is whether the answer to its last question is right at the last step, and whether a head's largest weight lies on
+    the key that holds the answer, if there is such a key.
+
+    Args:
+        runs: the snapshots of each run, of the same rows.
+    """
+    ends = [_ends(snapshots[-1]) for snapshots in runs if snapshots[-1].answers is not None]
+    usual = [Counter(of_rows).most_common(1)[0][0] for of_rows in ends]
+    rows = range(min(map(len, ends), default=0))
+    return next((row for row in rows if all(of_rows[row] == most for of_rows, most in zip(ends, usual, strict=True))), None)
+
+
+def _ends(snapshot: Snapshot) -> list[tuple[bool, bool] | None]:
+    """For each row, whether the answer to its last question is right, and whether a head found the key."""
+    assert snapshot.answers is not None
+    ends: list[tuple[bool, bool] | None] = []
+    for row, answers in enumerate(snapshot.answers.rows):
+        known = [answer for answer in answers if answer.right is not None]
+        if not known:
+            ends.append(None)
+            continue
+        maps = [layer for layer in snapshot.maps if layer.queries == layer.keys == snapshot.answers.axis]
+        has_key = known[-1].key is not None and any(any(heads_on_key(layer, row, known[-1])) for layer in maps)
+        ends.append((bool(known[-1].is_right), has_key))
+    return ends

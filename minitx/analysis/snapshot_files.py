@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from minitx.analysis.answers import Answer, Answers
-from minitx.analysis.snapshot import AttentionMap, Snapshot
+from minitx.analysis.attention_map import AttentionMap
+from minitx.analysis.snapshot import Snapshot
 
 
 def write_snapshot(snapshot: Snapshot, folder: Path) -> Path:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from minitx.analysis.answers import Answers, Questions, read_answers
+from minitx.analysis.attention_map import AttentionMap
 from minitx.analysis.image_patches import places_of_patches
 from minitx.analysis.recorder import Layers, Look, layers_of, warn_of_calls, watch
-from minitx.analysis.snapshot import MASKS_OF, PIXELS, SOURCE, TARGET, AttentionMap, Snapshot
+from minitx.analysis.snapshot import MASKS_OF, PIXELS, SOURCE, TARGET, Snapshot
 from minitx.analysis.statistics import over_tiles
 from minitx.analysis.token_places import home_of, with_positions
 from minitx.nn.arguments import Arguments

@@ -15,7 +15,8 @@ from minitx.data.extras import package
 from minitx.data.seeding import VALIDATION_SEED, generator
 from minitx.data.tables import column_of, divided, hold_out, labels_of, load_tables, share_of, texts_of
 from minitx.data.task import Task, VocabSize
-from minitx.data.tokenizers import Tokenizer, count_unknown, find_or_train_tokenizer, require_marks
+from minitx.data.tokenizer_choice import find_or_train_tokenizer
+from minitx.data.tokenizers import Tokenizer, count_unknown, require_marks
 
 log = logging.getLogger(__name__)
 EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")

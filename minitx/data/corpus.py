@@ -31,7 +31,8 @@ from minitx.config.schema import Count, Fraction, read, require
 from minitx.data.seeding import Draw
 from minitx.data.splits import Split
 from minitx.data.task import Batch, Task, VocabSize
-from minitx.data.tokenizers import Tokenizer, find_tokenizer, fingerprint, require_marks, train_tokenizer, warn_of_unknown
+from minitx.data.tokenizer_choice import find_tokenizer
+from minitx.data.tokenizers import Tokenizer, fingerprint, require_marks, train_tokenizer, warn_of_unknown
 
 log = logging.getLogger(__name__)
 
@@ -498,8 +499,8 @@ def tokenised(
     stem = corpus_stem(path)
     source = name_of(path)
     existing = find_tokenizer(tokenizer)
-    learned = "-".join(["char" if tokenizer == "char" else f"bpe{bpe_vocab_size}", *marks])
-    name = f"{stem}-{fingerprint(existing)[:16] if existing else learned}-val{val_fraction!r}.bin"
+    words = "-".join(["char" if tokenizer == "char" else f"bpe{bpe_vocab_size}", *marks])
+    name = f"{stem}-{fingerprint(existing)[:16] if existing else words}-val{val_fraction!r}.bin"
 
     def build(file: Path) -> dict[str, Any]:
         length = sum(map(len, read_text(path)))
@@ -509,12 +510,11 @@ def tokenised(
         require(0 < cut < length, f"{source} has {length} characters, too few for a training and a validation split")
         stride = -(-cut // CHARACTERS_TO_LEARN_FROM) if tokenizer == "bpe" else 1
         pieces = islice(read_text(path, 0, cut), 0, None, stride)
-        lines = lines_of(pieces)
-        text_tokenizer = existing or train_tokenizer(str(tokenizer), lines, vocab_size=bpe_vocab_size, marks=marks)
+        learned = existing or train_tokenizer(str(tokenizer), lines_of(pieces), vocab_size=bpe_vocab_size, marks=marks)
         splits = {"train": lines_of(read_text(path, 0, cut)), "val": lines_of(read_text(path, cut))}
-        record = write_ids(file, text_tokenizer, splits, encoder_of_lines(text_tokenizer))
+        record = write_ids(file, learned, splits, encoder_of_lines(learned))
         require(corpus_stem(path) == stem, f"{source} changed while it was read; start again")
-        return {**record, "floors": ngram_floors(*token_arrays(file, record), text_tokenizer.vocab_size)}
+        return {**record, "floors": ngram_floors(*token_arrays(file, record), learned.vocab_size)}
 
     train, val, stored, record = cached(cache_dir, name, source, build)
     return train, val, existing or stored, record  # with equal ids, but the chat template of ``existing`` may be newer

@@ -26,7 +26,8 @@ from minitx.data.corpus import CACHE_FORMAT, TEXTS_AT_ONCE, bits_per, cached, wr
 from minitx.data.seeding import generator
 from minitx.data.tables import as_texts, column_names, column_of, divided, hold_out, load_tables, num_held_out, share_of
 from minitx.data.task import Batch, Task, VocabSize
-from minitx.data.tokenizers import Tokenizer, find_or_train_tokenizer, find_tokenizer, fingerprint
+from minitx.data.tokenizer_choice import find_or_train_tokenizer, find_tokenizer
+from minitx.data.tokenizers import Tokenizer, fingerprint
 
 log = logging.getLogger(__name__)
 BLANK = "documents are left out: without text"

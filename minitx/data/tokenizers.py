@@ -80,7 +80,9 @@ class Tokenizer:
         self._never[[i for i, token in tokens.items() if (token.special or i in marks) and token.content not in unknown]] = True
         self.characters = _characters_of(self._model)
         if self.characters is not None:
-            self._table = _table_of(self.characters)
+            codepoints = [ord(character) for character in self.characters]
+            self._table = np.zeros(max(codepoints, default=0) + 2, dtype=np.uint32)  # the last entry is for unknown characters
+            self._table[codepoints] = np.arange(1, len(codepoints) + 1, dtype=np.uint32)
 
     def __reduce__(self) -> tuple[type[Tokenizer], tuple[str, str | None, dict[str, str]]]:
         # a pickled tokenizers.Tokenizer would lose encode_special_tokens
@@ -249,14 +251,6 @@ def _ids_of_marks(ids_of: Mapping[str, int], stated: Mapping[str, str]) -> dict[
     return {mark: ids[0] for mark, ids in candidates.items() if ids}
 
 
-def _table_of(characters: str) -> np.ndarray:
-    """The ids of a character model by codepoint. The last entry is for unknown characters."""
-    codepoints = [ord(character) for character in characters]
-    table = np.zeros(max(codepoints, default=0) + 2, dtype=np.uint32)
-    table[codepoints] = np.arange(1, len(codepoints) + 1, dtype=np.uint32)
-    return table
-
-
 def marks_named(special_tokens: Mapping[str, str]) -> dict[str, str]:
     """Return the texts of marks from the texts of special tokens by role.
 
@@ -318,41 +312,6 @@ def train_tokenizer(kind: str, chunks: Iterable[str], *, vocab_size: int = 0, ma
     if kind == "bpe":
         return Tokenizer(_byte_pairs(_with_spaces(chunks), vocab_size, [END_OF_TEXT, *names]).to_str())
     return Tokenizer(_character_model(set(itertools.chain.from_iterable(chunks)), names).to_str())
-
-
-def find_tokenizer(name: str | Tokenizer) -> Tokenizer | None:
-    """Return the tokenizer that ``data.tokenizer`` names, or None for ``char`` and ``bpe``, which are trained on the data.
-
-    Args:
-        name: ``char``, ``bpe``, a ``tokenizer.json``, a folder that contains one, or a name on the Hugging Face hub. A file from the hub
-            stays in the hub's cache (``HF_HOME``) and is read from there without a network. A ``Tokenizer`` is returned unchanged.
-
-    Raises:
-        ConfigError: nothing has this name, or its file cannot be read.
-    """
-    if isinstance(name, Tokenizer):
-        return name
-    if name in ("char", "bpe"):
-        return None
-    from minitx.data.tokenizer_folder import open_tokenizer  # the characters and bytes of a text need no folder
-
-    return open_tokenizer(name)
-
-
-def find_or_train_tokenizer(
-    tokenizer: str | Tokenizer, bpe_vocab_size: int, texts: Iterable[str], marks: Sequence[str]
-) -> Tokenizer:
-    """Return a tokenizer.
-
-    Args:
-        tokenizer: ``char`` (one id per character) or ``bpe`` (byte-level), both learned from the training split (``bpe`` from at
-            most 67 million characters of a text file, spread over it); or a ``tokenizer.json``, a folder that contains one, or a
-            name on the Hugging Face hub. In Python, it may be a ``Tokenizer``.
-        bpe_vocab_size: largest vocabulary of ``tokenizer=bpe``.
-        texts: the texts that ``char`` and ``bpe`` are learned from.
-        marks: the marks of a tokenizer that is learned.
-    """
-    return find_tokenizer(tokenizer) or train_tokenizer(str(tokenizer), texts, vocab_size=bpe_vocab_size, marks=marks)
 
 
 def _with_spaces(chunks: Iterable[str]) -> Iterator[str]:

@@ -24,7 +24,15 @@ from typing import Any, Literal
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from minitx.interop.adopted_core import NAME, AdoptedCore, adopted_cores, attention_function, mask_function, outermost
+from minitx.interop.adopted_core import (
+    NAME,
+    AdoptedCore,
+    adopted_cores,
+    attention_function,
+    check_cores,
+    mask_function,
+    outermost,
+)
 from minitx.interop.running_calls import OTHER_STATES, CallTracker
 from minitx.interop.trial import Trial, error_text, made_up_inputs
 from minitx.nn.arguments import Arguments
@@ -164,7 +172,7 @@ def _exchange(model: nn.Module, roots: Sequence[Any], layers: Mapping[str, Any],
 
     AttentionInterface.register(NAME, attention_function)
     AttentionMaskInterface.register(NAME, mask_function)
-    tracker = CallTracker([module for module in model.modules() if hasattr(module, "gradient_checkpointing")])
+    tracker = CallTracker([module for module in model.modules() if hasattr(module, "gradient_checkpointing")], check_cores)
     adoption = Adoption(_copy_configs(model), tracker)
     for root in roots:
         root.adoption = adoption

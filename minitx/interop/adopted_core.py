@@ -7,20 +7,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from functools import partial, reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from minitx.config.schema import stated
+from minitx.interop.running_calls import CallTracker
 from minitx.interop.trial import Trial, answer, made_up_inputs, settled
 from minitx.nn.attention import DotProductAttention
 from minitx.nn.folding import Again, Use
 from minitx.nn.functional import AttentionCall
 from minitx.nn.scale import OtherScale, scale_multiplier
-
-if TYPE_CHECKING:
-    from minitx.interop.running_calls import CallTracker
 
 NAME = "minitx"
 """The name of our function in transformers' two registries. Nothing else is global to the process."""

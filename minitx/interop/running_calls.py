@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from minitx.config.schema import stated
-from minitx.interop.adopted_core import check_cores
 from minitx.nn.arguments import Arguments
 from minitx.nn.masks import Causal, Dense, Mask, Padding
 
@@ -95,13 +94,14 @@ class CallTracker:
 
     Attributes:
         checkpointed: the modules that may checkpoint their layers, or themselves.
+        check: raises an error if a model with changed scales does not call its cores.
         is_scaled: whether ``set_scale`` or ``fold_scale`` has changed a core.
         needs_weights: whether the last call needed weights, for layers that torch's checkpoint function runs again.
         running: the calls that are running.
     """
 
-    def __init__(self, checkpointed: list[Any]) -> None:
-        self.checkpointed = checkpointed
+    def __init__(self, checkpointed: list[Any], check: Callable[[Any], None]) -> None:
+        self.checkpointed, self.check = checkpointed, check
         self.needs_weights, self.is_scaled = False, False
         self.running = CallStack()
 
@@ -117,7 +117,7 @@ class CallTracker:
         if not calls and not torch.compiler.is_compiling():
             self.wrap_checkpoints()
             if self.is_scaled:
-                check_cores(model)
+                self.check(model)
         options = arguments.of_call(args, options)
         outputs_weights = bool(options.get("output_attentions", stated(model.config, "output_attentions")))
         self.needs_weights = outputs_weights or outer.needs_weights

@@ -16,13 +16,13 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from minitx.config import ConfigError
 from minitx.data.token_labels import token_texts
+from minitx.data.tokenizer_choice import find_tokenizer
 from minitx.data.tokenizer_folder import load_tokenizer
 from minitx.data.tokenizers import (
     LONGEST_WORD,
     NAMES_OF_MARKS,
     TextStream,
     Tokenizer,
-    find_tokenizer,
     fingerprint,
     require_marks,
     train_tokenizer,

@@ -31,7 +31,8 @@ from minitx.config.part import FROM_THE_RUN, find_target
 from minitx.config.schema import config_class_of
 from minitx.config.training import CALLBACKS, LOADING
 from minitx.data.tables import load_tables
-from minitx.data.tokenizers import Tokenizer, find_or_train_tokenizer
+from minitx.data.tokenizer_choice import find_or_train_tokenizer
+from minitx.data.tokenizers import Tokenizer
 from minitx.interop.finetune import pretrained_hf
 from minitx.interop.lora import Lora
 from minitx.training import optimizers
