@@ -29,13 +29,16 @@ class Reruns:
     before: dict[str, int] = field(default_factory=dict)
 
     def note_changed(self) -> None:
+        """Count a changed call. A call that runs again does not count."""
         if not is_recomputing():
             self.number += _is_checkpointed()
 
     def enter(self, name: str, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Note the count before a module around changed calls."""
         self.before[name] = self.number
 
     def leave(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Watch the gradients of a module with changed calls."""
         if self.number > self.before[name]:
             outputs = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else (output,)
             for tensor in outputs:
@@ -43,6 +46,7 @@ class Reruns:
                     tensor.register_hook(self.check)
 
     def check(self, grad: Tensor) -> None:
+        """Raise an error if the context has ended."""
         if self.is_over:
             raise RuntimeError(
                 "the backward pass runs after the context of intervene, and activation checkpointing would run the model again without "
@@ -61,6 +65,7 @@ def _is_checkpointed() -> bool:
 
 @contextmanager
 def watch_reruns(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[Reruns]:
+    """Watch the modules around ``modules``, whose calls are changed while the context is open."""
     reruns = Reruns()
     names = {""} | {name[:end] for name in modules for end, letter in enumerate(name) if letter == "."}
     around = {name: model.get_submodule(name) for name in names}
