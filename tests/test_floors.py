@@ -231,7 +231,7 @@ PRIVATE = {
     },
     "transformers": {
         *{("interop.adopt", "_attn_implementation"), ("interop.adopted_core", "_attn_implementation")},
-        ("interop.running_calls", "_gradient_checkpointing_func"),
+        ("interop.call_tracker", "_gradient_checkpointing_func"),
         ("check.incremental", "_can_compile_fullgraph"),
     },
     "others": {

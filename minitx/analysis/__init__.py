@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from minitx.analysis.interventions import intervene
     from minitx.analysis.lens import logit_lens
     from minitx.analysis.recorder import capture
+    from minitx.analysis.saved_snapshots import read_snapshots
     from minitx.analysis.snapshot import Snapshot
-    from minitx.analysis.snapshot_files import read_snapshots
     from minitx.analysis.snapshot_sources import take_snapshot
     from minitx.analysis.statistics import attention_statistics, zhai_entropy_bound
     from minitx.canvas import save_figure

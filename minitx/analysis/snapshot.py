@@ -1,6 +1,6 @@
 """The attention of a model on one batch: the input of the viewer, the head scores and the figures.
 
-``take_snapshot`` (``snapshot_sources.py``) takes a snapshot of a model. ``read_snapshots`` (``snapshot_files.py``) reads the snapshots
+``take_snapshot`` (``snapshot_sources.py``) takes a snapshot of a model. ``read_snapshots`` (``saved_snapshots.py``) reads the snapshots
 that the probe wrote to a run's folder.
 """
 
@@ -36,6 +36,7 @@ class Snapshot:
         layers: the names of all layers of the model, with and without a map. A layer's place in this list is its number.
         tally: for a row that was cut out of a batch (``sentence``), the counts over all rows of the batch, or None.
 
+    >>> import torch
     >>> from minitx.analysis import take_snapshot
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import Encoder
@@ -68,6 +69,7 @@ class Snapshot:
     def chosen(self, layers: Layers) -> list[str]:
         """Return the names of the maps that ``layers`` selects, with numbers and errors as in ``capture``.
 
+        >>> import torch
         >>> from minitx.analysis.snapshot_sources import snapshot_of_weights
         >>> snapshot_of_weights([torch.eye(2), torch.eye(2)]).chosen(-1)
         ['1']

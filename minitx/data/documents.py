@@ -275,14 +275,13 @@ def _tokenised(
     *ids, stored, record = cached(cache_dir, cache, name.removeprefix("data.path="), build)
     lengths = np.array(record["lengths"], np.int64)
     first_of_val = int(np.searchsorted(np.cumsum(lengths), len(ids[0]), side="right"))
-    by_split = dict[str, Ragged]()
-    left_out = dict[str, list[str]]()
-    parts = zip(("train", "val"), ids, np.split(lengths, [first_of_val]), _counts(tables, val_fraction), strict=True)
-    for split, tokens, of_split, count in parts:
+    lengths_of = dict(zip(("train", "val"), np.split(lengths, [first_of_val]), strict=True))
+    for split, of_split in lengths_of.items():
         require(len(of_split) > 0, f"{name} has no document for the {split} split: all its documents are blank")
-        by_split[split] = Ragged(tokens, np.cumsum(of_split) - of_split, of_split)
-        left_out[split] = share_of(count - len(of_split), count, BLANK)
-    return Documents(by_split["train"], by_split["val"], stored, record["splits"]["val"], left_out)
+    train, val = (Ragged(tokens, np.cumsum(n) - n, n) for tokens, n in zip(ids, lengths_of.values(), strict=True))
+    counts = zip(lengths_of.items(), _counts(tables, val_fraction), strict=True)
+    left_out = {split: share_of(count - len(of_split), count, BLANK) for (split, of_split), count in counts}
+    return Documents(train, val, stored, record["splits"]["val"], left_out)
 
 
 def _counts(tables: list[Any], val_fraction: float) -> list[int]:

@@ -33,7 +33,7 @@ from minitx.interop.adopted_core import (
     mask_function,
     outermost,
 )
-from minitx.interop.running_calls import OTHER_STATES, CallTracker
+from minitx.interop.call_tracker import OTHER_STATES, CallTracker
 from minitx.interop.trial import Trial, error_text, made_up_inputs
 from minitx.nn.arguments import Arguments
 from minitx.nn.folding import fold_scale

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from minitx.config.schema import stated
-from minitx.interop.running_calls import CallTracker
+from minitx.interop.call_tracker import CallTracker
 from minitx.interop.trial import Trial, answer, made_up_inputs, settled
 from minitx.nn.attention import DotProductAttention
 from minitx.nn.folding import Again, Use
