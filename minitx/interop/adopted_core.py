@@ -104,7 +104,7 @@ def outermost(module: nn.Module) -> Iterator[Any]:
             yield from outermost(child)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class InterfaceCall:
     """The arguments with which transformers calls a function of its ``AttentionInterface``.
 
