@@ -36,12 +36,12 @@ import torch
 from matplotlib import pyplot as plt
 
 from minitx.analysis import capture, effects_figure, heatmap, intervene, knock_out_heads
-from minitx.analysis.snapshot import read_snapshots
+from minitx.analysis.saved_snapshots import read_snapshots
 from minitx.analysis.viewer import view
 from minitx.config import RunConfig, TrainerConfig, TransformerConfig, node
 from minitx.data import induction, kv_lookup
 from minitx.data.recall import induction_targets
-from minitx.data.task import key_value_texts
+from minitx.data.token_labels import key_value_texts
 from minitx.interop import adopt_hf
 from minitx.nn import DecoderLM, MultiHeadAttention, fold_scale, scaled_dot_product_attention
 from minitx.training.optimizers import adamw, constant

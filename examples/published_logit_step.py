@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy
 from minitx.analysis import capture
 from minitx.config import ParameterRule, TransformerConfig
 from minitx.data import kv_lookup
-from minitx.data.task import generator
+from minitx.data.seeding import generator
 from minitx.nn import DecoderLM, init_weights
 from minitx.training.optimizers import adamw
 

@@ -27,7 +27,8 @@ from torch.nn.functional import cross_entropy
 
 from minitx.config import TransformerConfig
 from minitx.data import kv_lookup
-from minitx.data.task import Batch, generator
+from minitx.data.seeding import generator
+from minitx.data.task import Batch
 from minitx.nn import DecoderLM, fold_scale
 from minitx.training.optimizers import adamw
 

@@ -20,7 +20,8 @@ from why_scale_figures import Output, output_folder
 from minitx.analysis import attention_statistics, capture, zhai_entropy_bound
 from minitx.config import ParameterRule, TransformerConfig
 from minitx.data import kv_lookup
-from minitx.data.task import VALIDATION_SEED, Batch, generator
+from minitx.data.seeding import VALIDATION_SEED, generator
+from minitx.data.task import Batch
 from minitx.nn import AttentionCall, DecoderLM, attention_weights, fold_scale, masked_softmax, scale_multiplier
 from minitx.training.optimizers import adamw, cosine
 

@@ -163,7 +163,7 @@ NEEDED_BECAUSE = {
     ("ablation.report", "jinja2.Environment"): "of the package's own templates",
     ("canvas", "pickle"): "a figure of ours is copied by dumps and loads of its own bytes",
     ("canvas", "pickle.loads"): "the same",
-    ("data.task", "importlib.import_module"): "of packages that the code names",
+    ("data.extras", "importlib.import_module"): "of packages that the code names",
     ("training.checkpoint_files", "zipfile"): "it compares the CRC of each record, and extracts nothing",
     ("config.part", "importlib.import_module"): "of what a user's config names; nodes of a checkpoint pass check_trusted first",
     ("training.trust", "importlib.import_module"): "of classes in OURS",
@@ -231,7 +231,8 @@ PRIVATE = {
         ("training.trainer", "_broadcast_sigterm_tensor"),
     },
     "transformers": {
-        *{("interop.adopt", "_attn_implementation"), ("interop.adopt", "_gradient_checkpointing_func")},
+        *{("interop.adopt", "_attn_implementation"), ("interop.adopted_core", "_attn_implementation")},
+        ("interop.call_tracker", "_gradient_checkpointing_func"),
         ("check.incremental", "_can_compile_fullgraph"),
     },
     "others": {

@@ -1,10 +1,17 @@
-"""Tools to record attention without changing the output, and to change it on purpose."""
+"""Tools to record attention without changing the output, and to change it on purpose.
+
+A ``Look`` is one attention call. A recorder gets it and returns a record; ``watch`` runs a model and collects the records as ``Seen``.
+The labels of a batch are ``Questions``, the output of the model is ``Answers``. A ``Snapshot`` has both, and an ``AttentionMap`` for each
+layer; the viewer, the head scores, the film and the figures draw snapshots.
+"""
 
 from typing import TYPE_CHECKING
 
 from minitx.config.lazy import on_first_use
 
 if TYPE_CHECKING:
+    from minitx.analysis.attention_map import AttentionMap
+    from minitx.analysis.experiments import HeadEffects, knock_out_heads, patch_heads
     from minitx.analysis.figures import (
         effects_figure,
         head_heatmap,
@@ -15,9 +22,12 @@ if TYPE_CHECKING:
         to_bertviz,
     )
     from minitx.analysis.heads import head_scores, heads_figure
-    from minitx.analysis.interventions import HeadEffects, intervene, knock_out_heads, logit_lens, patch_heads
+    from minitx.analysis.interventions import intervene
+    from minitx.analysis.lens import logit_lens
     from minitx.analysis.recorder import capture
-    from minitx.analysis.snapshot import AttentionMap, Snapshot, read_snapshots, take_snapshot
+    from minitx.analysis.saved_snapshots import read_snapshots
+    from minitx.analysis.snapshot import Snapshot
+    from minitx.analysis.snapshot_sources import take_snapshot
     from minitx.analysis.statistics import attention_statistics, zhai_entropy_bound
     from minitx.canvas import save_figure
 

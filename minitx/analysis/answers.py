@@ -31,7 +31,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Questions:
     """The questions of a batch.
 
     Attributes:
@@ -67,14 +67,14 @@ class Answer:
     top: tuple[tuple[str, float], ...]
 
 
-def next_tokens(axis: str, rows: Sequence[Sequence[int]], name: Callable[[int], str], size: int) -> Asked:
+def next_tokens(axis: str, rows: Sequence[Sequence[int]], name: Callable[[int], str], size: int) -> Questions:
     """Return the question of a language model for each position of each row of ids. The right answer is the next id of the row."""
 
     def ask(ids: Sequence[int]) -> list[Question]:
         pairs = zip(ids, [*ids[1:], None], strict=True)
         return [Question(which_follows(name(token)), i, right) for i, (token, right) in enumerate(pairs)]
 
-    return Asked(axis, list(map(ask, rows)), size, name)
+    return Questions(axis, list(map(ask, rows)), size, name)
 
 
 def which_follows(token: str) -> str:
@@ -91,7 +91,7 @@ class Answers:
     """The answers of a model on a batch.
 
     Attributes:
-        axis: as in ``Asked``. rows: the answers of each row.
+        axis: as in ``Questions``. rows: the answers of each row.
         without: by the name of a layer's core, the answers without head 0, 1, …; empty unless they were computed
             (``answers_without_heads``).
     """
@@ -115,7 +115,7 @@ def logits_of(output: Any) -> Any:
     return output.get("logits", output) if isinstance(output, Mapping) else getattr(output, "logits", output)
 
 
-def read_answers(output: Any, asked: Asked) -> AnswerRows | None:
+def read_answers(output: Any, asked: Questions) -> AnswerRows | None:
     """Return the answers in a model's output, or None if it has no logits for these questions.
 
     Args:
@@ -133,7 +133,7 @@ def read_answers(output: Any, asked: Asked) -> AnswerRows | None:
     ]
 
 
-def _answer(question: Question, logs: Tensor, asked: Asked) -> Answer:
+def _answer(question: Question, logs: Tensor, asked: Questions) -> Answer:
     """Return the answer to a question from ``logs``, ln p of every possible answer (V,)."""
     best = logs.topk(min(TOP, asked.size))
     ids = best.indices.tolist()

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from minitx.analysis.snapshot import AttentionMap, Snapshot, as_weights
+from minitx.analysis.attention_map import AttentionMap
+from minitx.analysis.snapshot import Snapshot
+from minitx.analysis.snapshot_sources import as_weights
 from minitx.canvas import (
     GREY,
     INK,
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
-    from minitx.analysis.interventions import HeadEffects
+    from minitx.analysis.experiments import HeadEffects
 
 SEQUENTIAL, PALE = "Blues", "#C8C8C8"
 HIDDEN: dict[str, Any] = {"facecolor": "#D9D9D9", "edgecolor": "#B0B0B0", "hatch": "/////", "linewidth": 0.0}

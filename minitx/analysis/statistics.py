@@ -11,7 +11,7 @@ import math
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,7 +71,7 @@ def statistic_sums(call: AttentionCall, query_mask: Tensor | None = None) -> dic
     query_norm, key_norm = (x.to(wide).norm(dim=-1) for x in (call.query, call.key))  # (B, H, L), (B, Hkv, S)
     inverse = key_norm.reciprocal().nan_to_num(0.0, 0.0).to(dtype).repeat_interleave(H // key_norm.shape[1], dim=1)  # (B, H, S)
     size = B * H * _rows_of_tile(call) * S
-    buffers = [torch.empty(size, dtype=dtype, device=call.query.device) for _ in range(3)]
+    buffers = Buffers(*(torch.empty(size, dtype=dtype, device=call.query.device) for _ in range(3)))
     tiles = [_of_rows(tile, inverse, buffers) for tile in over_tiles(call, seen_only=True)]
     rows = {name: torch.cat([of_tile[name] for of_tile in tiles], dim=2) for name in tiles[0]}  # (B or 1, H or 1, L)
     counted = query_mask if query_mask is not None else real_queries(call)
@@ -278,17 +278,25 @@ def _is_scaled_product(call: AttentionCall) -> bool:
     return call.scale != 0 and call.softcap is None and call.attn_bias is None and call.scores is None
 
 
-def _of_rows(tile: Tile, inverse: Tensor, buffers: list[Tensor]) -> dict[str, Tensor]:
-    """Return what the statistics need of each row of a tile, (B, H, l) each.
+class Buffers(NamedTuple):
+    """Memory for the passes over the scores of a tile.
 
-    All passes over the scores write into three buffers, because new memory of this size takes longer than a pass: the system clears
-    its pages.
+    New memory of this size would take longer than a pass, because the system clears its pages.
+    """
+
+    scores: Tensor
+    shifted: Tensor
+    weights: Tensor
+
+
+def _of_rows(tile: Tile, inverse: Tensor, buffers: Buffers) -> dict[str, Tensor]:
+    """Return what the statistics need of each row of a tile, (B, H, l) each.
 
     Args:
         inverse: (B, H, S), 1 / ‖k‖.
-        buffers: three with room for the scores.
+        buffers: memory with room for the scores.
     """
-    call, visible, dtype = tile.call, tile.visible, buffers[0].dtype
+    call, visible, dtype = tile.call, tile.visible, buffers.scores.dtype
     seen = visible.to(dtype)
     n, lowest = seen.sum(-1), torch.finfo(dtype).min
     if can_be_lowest := call.attn_bias is not None or call.scores is not None:  # then only -inf is below all visible scores
@@ -298,7 +306,7 @@ def _of_rows(tile: Tile, inverse: Tensor, buffers: list[Tensor]) -> dict[str, Te
     divisor = n.clamp(min=1)
     is_plain = _is_scaled_product(call)
     shape = (*tile.query.shape[:3], seen.shape[-1])
-    z, logits, p = (_part_of(buffer, shape) for buffer in buffers)
+    z, logits, p = (_part_of(buffer, shape) for buffer in buffers)  # logits: z, hidden keys far below all others
     if is_plain:
         dots = _zero_hidden(_scores_into(z, tile.query, tile.key, call.scale), visible)
     else:
@@ -326,7 +334,7 @@ def _of_rows(tile: Tile, inverse: Tensor, buffers: list[Tensor]) -> dict[str, Te
     rows["mean"], rows["squares"] = _moments_into(z, seen, divisor)
     if not is_plain:
         _, rows["squares_of_dots"] = _moments_into(dots, seen, divisor)
-    power = torch.mul(p, p, out=_part_of(buffers[1], p.shape))
+    power = torch.mul(p, p, out=_part_of(buffers.shifted, p.shape))
     return {**rows, "ipr": power.sum(-1), "cubes": power.mul_(p).sum(-1)}
 
 

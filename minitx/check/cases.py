@@ -274,7 +274,9 @@ def results_of(result: Any, leaves: Mapping[str, Tensor], cotangent: Tensor) -> 
     results = dict(zip(("output", "weights"), result if isinstance(result, tuple) else (result,), strict=False))
     output = results["output"]
     if output.requires_grad and output.shape == cotangent.shape:
-        loss = (output * cotangent.to(output.device, output.dtype)).sum()  # with a cotangent torch would import sympy, for 0.3 s
+        loss = (
+            output * cotangent.to(output.device, output.dtype)
+        ).sum()  # with a cotangent torch would import sympy, for 0.3 s
         gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
         results |= zip((f"gradient of {name}" for name in leaves), gradients, strict=True)
     return {name: tensor.detach().cpu() for name, tensor in results.items() if tensor is not None}

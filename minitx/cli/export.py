@@ -46,6 +46,7 @@ def _export(config: ExportConfig) -> None:
         from safetensors import SafetensorError
 
         from minitx.interop import save_hf
+        from minitx.interop.finetune import save_finetuned
 
     stored = open_stored(config.checkpoint, trust=config.trust)
     tokenizer = stored.tokenizer
@@ -65,40 +66,11 @@ def _export(config: ExportConfig) -> None:
     save: Any = partial(save_hf, model_type=config.model_type)
     if hasattr(stored.network, "save_pretrained"):  # a model of transformers
         require(config.model_type is None, "model_type has no effect on a model of transformers: remove it")
-        save = save_theirs
+        save = save_finetuned
     cannot = refusing(f"ckpt_path={config.ckpt_path} cannot be exported: ", (TypeError, ValueError))
     with writing(config.output, SafetensorError), cannot:
         save(stored.network, Path(config.output), **options)
     write(f"{config.output}\n")
-
-
-def save_theirs(
-    model: Any,
-    folder: Path,
-    *,
-    tokenizer: Any,
-    chat_template: str | None,
-    facts: Mapping[str, Any],
-    labels: Sequence[str] = (),
-    first_id: int | None = None,
-) -> None:
-    """Save a model of transformers with ``save_pretrained``, after merging LoRA and removing our attention core."""
-    from minitx.interop.adopt import adopted_cores, fold_back, release_hf
-    from minitx.interop.files import write_companions
-    from minitx.interop.finetune import adapted_ties, merged, quiet, set_untied
-
-    unties = bool(adapted_ties(model))
-    model = merged(model) if hasattr(model, "merge_and_unload") else model
-    if any(module.core.scale is not None for module in adopted_cores(model).values()):
-        fold_back(model)  # configs of transformers cannot store a scale
-    model = release_hf(model) if adopted_cores(model) else model
-    if unties:
-        set_untied(model)  # after release_hf, because it restores the original configs
-    if labels:
-        model.config.id2label, model.config.label2id = dict(enumerate(labels)), {name: i for i, name in enumerate(labels)}
-    with quiet():
-        model.save_pretrained(str(folder))
-    write_companions(folder, model, type(model).__name__, tokenizer, chat_template, facts, first_id)
 
 
 def _labels(names: Sequence[str], config: Any) -> Sequence[str]:

@@ -5,23 +5,25 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from minitx.analysis.answers import Asked, next_tokens
-from minitx.analysis.interventions import with_knock_outs
-from minitx.analysis.questions import questions_of, token_namer
+from minitx.analysis.answers import Questions, next_tokens
+from minitx.analysis.experiments import with_knock_outs
+from minitx.analysis.questions import questions_of
 from minitx.analysis.recorder import Layers, chosen_modules
-from minitx.analysis.snapshot import Snapshot, take_snapshot
+from minitx.analysis.snapshot import SOURCE, TARGET, Snapshot
+from minitx.analysis.snapshot_sources import take_snapshot
 from minitx.cli.command_line import check_utf8, encode_text, refusing
 from minitx.config import ConfigError, TransformerConfig
 from minitx.config.schema import first_line, require, stated
 from minitx.data.batches import ValSource
-from minitx.data.task import Task, as_split, key_value_texts, position_texts, without_targets
-from minitx.data.token_labels import token_texts
+from minitx.data.splits import as_split
+from minitx.data.task import Task, without_targets
+from minitx.data.token_labels import key_value_texts, namer, position_texts, token_namer, token_texts
 from minitx.data.tokenizers import Tokenizer, fingerprint
 from minitx.generation import beam_search, generate
 from minitx.interop import adopt_hf
@@ -31,7 +33,7 @@ from minitx.nn.attention import attention_cores
 from minitx.training.checkpoints import Stored
 from minitx.training.net import Net, OfTransformers
 
-SOURCE, TARGET, TYPES = "input_ids", "decoder_input_ids", "token_type_ids"
+TYPES = "token_type_ids"
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class RowInputs:
 
     tensors: dict[str, Tensor]
     texts: dict[str, list[list[str]]] = field(default_factory=dict)
-    asked: Asked | None = None
+    asked: Questions | None = None
 
 
 def with_attention(stored: Stored) -> nn.Module:
@@ -254,7 +256,7 @@ def hf_inputs(model: Any, tokenizer: Any, text: str, name: str, target: str | No
     asked, texts = None, _hf_texts(tokenizer)
     if model.can_generate():
         axis, known, size = TARGET if TARGET in rows else SOURCE, len(tokenizer), model.config.get_text_config().vocab_size
-        asked = next_tokens(axis, [rows[axis]], cache(lambda i: texts([i])[0] if i < known else f"id {i}"), size)
+        asked = next_tokens(axis, [rows[axis]], namer(texts, known), size)
     return RowInputs(tensors, {axis: [texts(row)] for axis, row in rows.items()}, asked)
 
 

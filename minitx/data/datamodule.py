@@ -12,7 +12,8 @@ from lightning.pytorch import LightningDataModule
 from minitx.config import ConfigError, Part, TrainerConfig
 from minitx.data.batches import AddressedLoader, Addresses, Source, TrainSource, ValSource
 from minitx.data.lightning_data import load_task
-from minitx.data.task import Batch, Split, Task, as_split, position_texts
+from minitx.data.splits import Split, as_split
+from minitx.data.task import Batch, Task
 from minitx.data.tokenizers import Tokenizer
 from minitx.nn.transfer import is_pinned_for
 
@@ -105,6 +106,8 @@ class DataModule(LightningDataModule):
 
     def texts(self, inputs: Batch) -> dict[str, list[list[str]]]:
         """Return a text for each position of a batch; see ``position_texts``."""
+        from minitx.data.token_labels import position_texts  # for looking only
+
         return position_texts(self.task, inputs)
 
     def steps_of(self, epochs: int) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,18 +23,10 @@ from minitx.config import IGNORED, ConfigError
 from minitx.config.schema import Count, Fraction, require
 from minitx.data.batches import Source
 from minitx.data.corpus import CACHE_FORMAT, TEXTS_AT_ONCE, bits_per, cached, write_ids
-from minitx.data.file_formats import as_texts, column_names, column_of, divided, load_tables, share_of
-from minitx.data.task import (
-    Batch,
-    Ragged,
-    Task,
-    VocabSize,
-    find_or_train_tokenizer,
-    find_tokenizer,
-    generator,
-    hold_out,
-    num_held_out,
-)
+from minitx.data.seeding import generator
+from minitx.data.tables import as_texts, column_names, column_of, divided, hold_out, load_tables, num_held_out, share_of
+from minitx.data.task import Batch, Task, VocabSize
+from minitx.data.tokenizer_choice import find_or_train_tokenizer, find_tokenizer
 from minitx.data.tokenizers import Tokenizer, fingerprint
 
 log = logging.getLogger(__name__)
@@ -43,6 +35,27 @@ DOCUMENTS_AT_ONCE = 64
 DOCUMENTS_TO_LEARN_FROM = 10_000
 START = "[0, null, 0]"
 """A position as JSON: the epoch, the state of the table before some documents (null: before all), and the number of their used tokens."""
+
+
+class Ragged:
+    """Rows of ids of different lengths in one array: row i is ``values[starts[i] : starts[i] + lengths[i]]``."""
+
+    def __init__(self, values: Any, starts: np.ndarray, lengths: np.ndarray) -> None:
+        self.values, self.starts, self.lengths = values, starts, lengths
+
+    @classmethod
+    def of(cls, rows: Iterable[np.ndarray]) -> Ragged:
+        """Copy ``rows`` into one array."""
+        rows = list(rows)
+        lengths = np.array([len(row) for row in rows], dtype=np.int64)
+        return cls(np.concatenate([np.zeros(0, np.uint32), *rows]).astype(np.uint32), np.cumsum(lengths) - lengths, lengths)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        values = self.values if isinstance(self.values, np.ndarray) else self.values.array
+        return values[self.starts[row] : self.starts[row] + self.lengths[row]].astype(np.int64)
 
 
 class DocumentRows:
@@ -164,19 +177,21 @@ def hf(
     names = column_names(tables[0])
     name = f"data.path={path}"
     column = column_of(tables[0], text_column or (names[0] if len(names) == 1 else "text"), "text_column")
-    options: dict[str, Any] = {"context_len": context_len, "packing": packing}
-    arguments = tables, column, name, tokenizer, bpe_vocab_size
+    rows: dict[str, Any] = {"context_len": context_len, "packing": packing}
+    shared: dict[str, Any] = {"tokenizer": tokenizer, "bpe_vocab_size": bpe_vocab_size}
     train: Any
     if streaming:
-        train, documents, counted, left_out = _stream(*arguments, val_rows, **options)
-        made_by = train.tokenizer
+        documents = _stream(tables, column, name, val_rows=val_rows, **shared, **rows)
+        train = documents.train
     else:
-        (first, documents), made_by, counted, left_out = _tokenised(*arguments, val_fraction, cache_dir, split, val_split)
-        train = DocumentRows(first, **options)
-    val = DocumentRows(documents, **options)
-    first_id, *_, end = with_marks(made_by, [""])[0].tolist()
-    bits = bits_per(int(val.lengths.sum()), counted)
-    task = task_of(name, train, val, made_by, [end], bucket and not streaming, bits, left_out=left_out)
+        shared |= {"val_fraction": val_fraction, "cache_dir": cache_dir, "splits": (split, val_split)}
+        documents = _tokenised(tables, column, name, **shared)
+        train = DocumentRows(documents.train, **rows)
+    val = DocumentRows(documents.val, **rows)
+    first_id, *_, end = with_marks(documents.tokenizer, [""])[0].tolist()
+    bits = bits_per(int(val.lengths.sum()), documents.counted)
+    is_bucketed = bucket and not streaming
+    task = task_of(name, train, val, documents.tokenizer, [end], is_bucketed, bits, left_out=documents.left_out)
     return replace(task, first_id=first_id)
 
 
@@ -207,22 +222,38 @@ def task_of(
     )
 
 
+class Documents(NamedTuple):
+    """The documents of both splits, with marks around them.
+
+    Attributes:
+        train: the documents of training, or the stream of them.
+        val: the documents of validation.
+        tokenizer: the tokenizer of both.
+        counted: the numbers of ``characters`` and ``bytes`` of validation.
+        left_out: sentences about dropped documents, by split.
+    """
+
+    train: Any
+    val: Ragged
+    tokenizer: Tokenizer
+    counted: dict[str, int]
+    left_out: dict[str, list[str]]
+
+
 def _tokenised(
     tables: list[Any],
     column: str,
     name: str,
-    tokenizer_name: str | Tokenizer,
+    *,
+    tokenizer: str | Tokenizer,
     bpe_vocab_size: int,
     val_fraction: float,
     cache_dir: str | None,
-    *splits: str | None,
-) -> tuple[list[Ragged], Tokenizer, dict[str, int], dict[str, list[str]]]:
-    """Return the documents of both splits with marks, the tokenizer, the counts of validation, and sentences about dropped documents.
-
-    They come from the cache if there is one.
-    """
-    known = find_tokenizer(tokenizer_name)
-    word = [fingerprint(known), known.mark_ids] if known else [tokenizer_name, bpe_vocab_size]
+    splits: tuple[str | None, ...],
+) -> Documents:
+    """Return the documents of both splits, from the cache if it has them."""
+    existing = find_tokenizer(tokenizer)
+    word = [fingerprint(existing), existing.mark_ids] if existing else [tokenizer, bpe_vocab_size]
     # datasets renames a file if its content changes; a table in memory has no files, but a fingerprint
     files = [(len(table), [file["filename"] for file in table.cache_files] or table._fingerprint) for table in tables]
     key = json.dumps([CACHE_FORMAT, files, *splits, column, word, val_fraction])
@@ -230,33 +261,36 @@ def _tokenised(
 
     def build(path: Path) -> dict[str, Any]:
         train, val = divided(tables, lambda table: hold_out(range(len(table)), val_fraction))
-        tokenizer = find_or_train_tokenizer(
-            known or tokenizer_name, bpe_vocab_size, _documents(train, column), learned_marks(tokenizer_name)
-        )
-        both = {"train": _documents(train, column), "val": _documents(val, column)}
+        texts = {"train": _documents(train, column), "val": _documents(val, column)}
+        marks = learned_marks(tokenizer)
+        learned = find_or_train_tokenizer(existing or tokenizer, bpe_vocab_size, _documents(train, column), marks)
         lengths = list[int]()
 
         def encode(texts: Sequence[str]) -> list[np.ndarray]:
-            documents = with_marks(tokenizer, texts)
+            documents = with_marks(learned, texts)
             lengths.extend(map(len, documents))
             return documents
 
-        return {**write_ids(path, tokenizer, both, encode), "lengths": lengths}
+        return {**write_ids(path, learned, texts, encode), "lengths": lengths}
 
-    *parts, tokenizer, record = cached(cache_dir, cache, name.removeprefix("data.path="), build)
+    *ids, stored, record = cached(cache_dir, cache, name.removeprefix("data.path="), build)
     lengths = np.array(record["lengths"], np.int64)
-    counts = [*map(len, tables)]
-    if len(counts) == 1:
-        held_out = num_held_out(counts[0], val_fraction)
-        counts = [counts[0] - held_out, held_out]
-    first_of_val = int(np.searchsorted(np.cumsum(lengths), len(parts[0]), side="right"))
-    documents = []
-    left_out = {}
-    for split, tokens, of_split, count in zip(("train", "val"), parts, np.split(lengths, [first_of_val]), counts, strict=True):
+    first_of_val = int(np.searchsorted(np.cumsum(lengths), len(ids[0]), side="right"))
+    lengths_of = dict(zip(("train", "val"), np.split(lengths, [first_of_val]), strict=True))
+    for split, of_split in lengths_of.items():
         require(len(of_split) > 0, f"{name} has no document for the {split} split: all its documents are blank")
-        documents.append(Ragged(tokens, np.cumsum(of_split) - of_split, of_split))
-        left_out[split] = share_of(count - len(of_split), count, BLANK)
-    return documents, tokenizer, record["splits"]["val"], left_out
+    train, val = (Ragged(tokens, np.cumsum(n) - n, n) for tokens, n in zip(ids, lengths_of.values(), strict=True))
+    counts = zip(lengths_of.items(), _counts(tables, val_fraction), strict=True)
+    left_out = {split: share_of(count - len(of_split), count, BLANK) for (split, of_split), count in counts}
+    return Documents(train, val, stored, record["splits"]["val"], left_out)
+
+
+def _counts(tables: list[Any], val_fraction: float) -> list[int]:
+    """The numbers of documents of training and of validation, blank ones included."""
+    if len(tables) > 1:
+        return [*map(len, tables)]
+    held_out = num_held_out(len(tables[0]), val_fraction)
+    return [len(tables[0]) - held_out, held_out]
 
 
 def _documents(table: Any, column: str) -> Iterator[str]:
@@ -385,8 +419,8 @@ class StreamSource(Source):
         if micro != self._next:
             if not 0 <= micro - self._first * self.accumulate < self.parts:
                 raise ConfigError(f"{self.stream.name}: the checkpoint has no position in the stream for step {step}")
-            every = self.world * self.parts
-            self._rows = self.stream.rows(self._starts[rank][part], self.seed, rank * self.parts + part, every)
+            num_parts = self.world * self.parts
+            self._rows = self.stream.rows(self._starts[rank][part], self.seed, rank * self.parts + part, num_parts)
         self._next = micro + self.parts
         drawn = list(islice(self._rows, len(rows)))
         input_ids, labels, document_ids = torch.from_numpy(np.stack([row for row, _ in drawn], axis=1))
@@ -422,19 +456,17 @@ def _stream(
     tables: list[Any],
     column: str,
     name: str,
-    tokenizer_name: str | Tokenizer,
+    *,
+    tokenizer: str | Tokenizer,
     bpe_vocab_size: int,
     val_rows: int,
     **options: Any,
-) -> tuple[DocumentStream, Ragged, dict[str, int], dict[str, list[str]]]:
-    """Return the training documents of a streamed table, and the validation documents with counts and notes on dropped documents.
-
-    The validation documents are in memory. Their counts are characters and bytes.
-    """
+) -> Documents:
+    """Return the stream of a table for training. The validation documents are in memory."""
     from datasets import Features, Value, concatenate_datasets
 
     table, *val_table = tables
-    known = find_tokenizer(tokenizer_name)
+    existing = find_tokenizer(tokenizer)
     shards = [table.shard(num_shards=table.num_shards, index=index) for index in range(table.num_shards)]
     rows = ((index, row[column]) for index, shard in enumerate(shards) for row in shard)
     texts = list[str]()
@@ -449,13 +481,14 @@ def _stream(
         # skipping in the whole table would fix the order of its shards; without features, each shard would be opened here
         table, count = table.select_columns([column]).cast(Features({column: Value("string")})), table.num_shards
         table = concatenate_datasets([table.shard(num_shards=count, index=i).skip(held_out[i]) for i in range(count)])
-    first = list(islice(not_blank((text for _, text in rows), column), 1 if known else DOCUMENTS_TO_LEARN_FROM))
+    first = list(islice(not_blank((text for _, text in rows), column), 1 if existing else DOCUMENTS_TO_LEARN_FROM))
     require(
         bool(first and texts),
         f"{name} has too few documents: it needs data.val_rows={val_rows} for validation, and others for training",
     )
-    tokenizer = find_or_train_tokenizer(known or tokenizer_name, bpe_vocab_size, first, learned_marks(tokenizer_name))
+    marks = learned_marks(tokenizer)
+    tokenizer = find_or_train_tokenizer(existing or tokenizer, bpe_vocab_size, first, marks)
     stream = DocumentStream(table=table, column=column, tokenizer=tokenizer, name=name, **options)
     counted = {"characters": sum(map(len, texts)), "bytes": sum(len(text.encode()) for text in texts)}
     left_out = {"val": share_of(held_out.total() - len(texts), held_out.total(), BLANK)}
-    return stream, Ragged.of(with_marks(tokenizer, texts)), counted, left_out
+    return Documents(stream, Ragged.of(with_marks(tokenizer, texts)), tokenizer, counted, left_out)

@@ -3,30 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from minitx.config import ConfigError
-from minitx.data.task import Batch, Draw, Split, Task, as_split
+from minitx.data.seeding import Draw
+from minitx.data.splits import Split, as_split
+from minitx.data.task import Batch, Task
 
 
-def _renumbered(split: Split, numbers: Sequence[int]) -> Split:
-    """Return the split with ``numbers[l]`` for each label l ≥ 0."""
-    changed = copy(split)
-    changed.collate = partial(_collate, split, torch.tensor(numbers))  # type: ignore[method-assign]
-    return changed
+class RenumberedSplit(Split):
+    """A split with the label ``numbers[l]`` in place of each label l ≥ 0."""
 
+    def __init__(self, split: Split, numbers: Sequence[int]) -> None:
+        self.split, self.numbers = split, torch.tensor(numbers)
+        self.key_masks = split.key_masks
 
-def _collate(split: Split, numbers: Tensor, items: np.ndarray, draw: Draw) -> Batch:
-    batch = split.collate(items, draw)
-    labels = batch["labels"]
-    return {**batch, "labels": torch.where(labels < 0, labels, numbers[labels.clamp(min=0)])}
+    def __len__(self) -> int:
+        return len(self.split)
+
+    @property
+    def lengths(self) -> np.ndarray:  # type: ignore[override]
+        """See ``Split``."""
+        return self.split.lengths
+
+    def order(self, epoch: int, random: np.random.Generator) -> np.ndarray:
+        """See ``Split``."""
+        return self.split.order(epoch, random)
+
+    def count(self, items: np.ndarray) -> int | None:
+        """See ``Split``."""
+        return self.split.count(items)
+
+    def collate(self, items: np.ndarray, draw: Draw) -> Batch:
+        """See ``Split``."""
+        batch = self.split.collate(items, draw)
+        labels = batch["labels"]
+        return {**batch, "labels": torch.where(labels < 0, labels, self.numbers[labels.clamp(min=0)])}
 
 
 def numbered_as(task: Task, names: Sequence[str]) -> Task:
@@ -38,10 +54,10 @@ def numbered_as(task: Task, names: Sequence[str]) -> Task:
         ConfigError: a label of the data is not among ``names``, or is a larger number.
     """
     ours = task.label_names
-    known = {name.casefold(): number for number, name in enumerate(names)}
+    number_of = {name.casefold(): number for number, name in enumerate(names)}
     unnamed = len(names)
     no_names = list(names) == [f"LABEL_{number}" for number in range(len(names))]
-    numbers = [known.get(name.casefold(), unnamed) for name in ours]
+    numbers = [number_of.get(name.casefold(), unnamed) for name in ours]
     if all(map(str.isdecimal, ours)) and not any(map(str.isdecimal, names)):
         numbers = [*map(int, ours)]
     elif no_names:
@@ -55,7 +71,7 @@ def numbered_as(task: Task, names: Sequence[str]) -> Task:
         name: getattr(task, name) for name in ("train", "val", "test") if getattr(task, name) is not None
     }
     if numbers != [*range(len(ours))]:
-        changed = {name: _renumbered(as_split(task, name), numbers) for name in changed}
+        changed = {name: RenumberedSplit(as_split(task, name), numbers) for name in changed}
     label_names = tuple(ours if no_names and len(ours) == len(names) else names)
     named = {label: label_names[number] for label, number in zip(ours, numbers, strict=True)}
     for name in ("val_examples", "test_examples"):

@@ -16,7 +16,9 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from minitx.config import ConfigError, Part, TrainerConfig
 from minitx.config.schema import require
-from minitx.data.task import CPU, Batch, Draw, Split, Task, kept_generators, rows_at, seed_device
+from minitx.data.seeding import CPU, Draw, kept_generators, seed_device
+from minitx.data.splits import Split, rows_at
+from minitx.data.task import Batch, Task
 from minitx.data.tokenizers import Tokenizer
 
 log = logging.getLogger(__name__)

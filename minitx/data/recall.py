@@ -11,7 +11,8 @@ from torch import Tensor
 
 from minitx.config import IGNORED, ConfigError
 from minitx.config.schema import Count, Natural, require
-from minitx.data.task import VALIDATION_SEED, Batch, Task, generator
+from minitx.data.seeding import VALIDATION_SEED, generator
+from minitx.data.task import Batch, Task
 
 
 def kv_lookup(*, num_keys: Count = 64, num_values: Count = 16, num_pairs: Count = 16, val_size: Count = 1024) -> Task:
@@ -143,8 +144,8 @@ def _recall_task(name: str, draw: Callable[..., Batch], val_size: int, chance: f
 
 def _distinct_numbers(num_kinds: int, shape: tuple[int, int], random: np.random.Generator) -> np.ndarray:
     """Distinct numbers of 0 … num_kinds − 1 in each row, uniform and in random order."""
-    every = np.broadcast_to(np.arange(num_kinds), (shape[0], num_kinds))
-    return random.permuted(every, axis=1)[:, : shape[1]]
+    kinds = np.broadcast_to(np.arange(num_kinds), (shape[0], num_kinds))
+    return random.permuted(kinds, axis=1)[:, : shape[1]]
 
 
 def _batch(input_ids: np.ndarray, answers: np.ndarray, **inputs: np.ndarray) -> Batch:

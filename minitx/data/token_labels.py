@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 
+import torch
+
+from minitx.data.task import Batch, Task
 from minitx.data.tokenizers import Tokenizer
 
 
@@ -27,6 +31,37 @@ def token_texts(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
     sizes = ((character, len(character.encode("utf-8", "surrogateescape"))) for character in text)
     places = ((character, i, size) for character, size in sizes for i in range(size))  # one for every byte
     return [_label(list(itertools.islice(places, len(piece)))) for piece in pieces]
+
+
+def token_namer(tokenizer: Tokenizer | None) -> Callable[[int], str]:
+    """Return a function from ids to texts; without a tokenizer, to numbers."""
+    return str if tokenizer is None else namer(partial(token_texts, tokenizer), tokenizer.vocab_size)
+
+
+def namer(texts: Callable[[list[int]], Sequence[str]], vocab_size: int) -> Callable[[int], str]:
+    """Return a function from an id to its text by ``texts``. Ids from ``vocab_size`` on become ``id N``."""
+    return cache(lambda i: texts([i])[0] if i < vocab_size else f"id {i}")
+
+
+def key_value_texts(input_ids: Sequence[int], token_type_ids: Sequence[int]) -> list[str]:
+    """Return a readable text for each position: ``key:value``, with values from 1 as in ``token_type_ids``, or only the key.
+
+    >>> key_value_texts([12, 3, 12], [5, 1, 0])
+    ['12:5', '3:1', '12']
+    """
+    return [f"{key}:{value}" if value else str(key) for key, value in zip(input_ids, token_type_ids, strict=True)]
+
+
+def position_texts(task: Task, inputs: Batch) -> dict[str, list[list[str]]]:
+    """Return a text for each position of a batch: its token, or ``KEY:VALUE`` in a recall task. {} in other tasks."""
+    ids = {axis: inputs[axis] for axis in ("input_ids", "decoder_input_ids") if axis in inputs}
+    if task.tokenizer is not None:
+        return {axis: [token_texts(task.tokenizer, row) for row in rows.tolist()] for axis, rows in ids.items()}
+    if not task.recall:
+        return {}
+    types = inputs.get("token_type_ids", torch.zeros_like(ids["input_ids"]))
+    rows = zip(ids["input_ids"].tolist(), types.tolist(), strict=True)
+    return {"input_ids": [key_value_texts(*row) for row in rows]}
 
 
 def _label(places: Sequence[tuple[str, int, int]]) -> str:

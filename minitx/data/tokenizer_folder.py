@@ -46,16 +46,16 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         written = template.read_text(encoding="utf-8") if template.is_file() else settings.get("chat_template")
         if isinstance(written, list):  # several templates, by name
             written = next((each["template"] for each in written if each["name"] == "default"), None)
-        known = written if isinstance(written, str) else None
-        made = Tokenizer(file.read_text(encoding="utf-8"), known, named)
+        chat_template = written if isinstance(written, str) else None
+        tokenizer = Tokenizer(file.read_text(encoding="utf-8"), chat_template, named)
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}; it must be a tokenizer.json") from None
     except ValueError as error:
         raise ConfigError(f"{file} is not a tokenizer.json: {first_line(error)}") from None
-    by_name = [f"{mark}={made.decode([id])}" for mark, id in made.mark_ids.items() if mark not in marks_named(named)]
+    by_name = [f"{mark}={tokenizer.decode([id])}" for mark, id in tokenizer.mark_ids.items() if mark not in marks_named(named)]
     if by_name:
         log.info("%s: no file beside it names these special tokens, so they are found by name: %s", file, ", ".join(by_name))
-    return made
+    return tokenizer
 
 
 def _content_of(file: Path) -> dict[str, Any]:

@@ -64,28 +64,20 @@ class Tokenizer:
     def __init__(
         self, serialized: str, chat_template: str | None = None, special_tokens: Mapping[str, str] | None = None
     ) -> None:
-        try:
-            self._model = tokenizers.Tokenizer.from_str(serialized)
-        except Exception as error:  # tokenizers raises plain Exception
-            raise ValueError(f"tokenizers cannot read the file: {first_line(error)}") from None
+        self._model = _read_model(serialized)
         self.chat_template, self.special_tokens = chat_template, dict(special_tokens or {})
-        self._model.no_padding()
-        self._model.no_truncation()
-        self._model.encode_special_tokens = True  # read special tokens in a text as text; the JSON does not store it
+        vocab = self._model.get_vocab()
+        self.vocab_size = max(vocab.values(), default=-1) + 1
         unknown = {UNKNOWN_TOKEN, "[UNK]", getattr(self._model.model, "unk_token", None)}
-        vocab, added = self._model.get_vocab(), {token.content for token in self._model.get_added_tokens_decoder().values()}
+        added = {token.content for token in self._model.get_added_tokens_decoder().values()}
         stated = {mark: text for mark, text in marks_named(self.special_tokens).items() if text in vocab}
         # words of the vocabulary
         self._model.add_special_tokens([text for text in stated.values() if text not in added | unknown])
-        tokens = self._model.get_added_tokens_decoder().items()
-        ids_of = {token.content: i for i, token in tokens}
-        names_of = NAMES_OF_MARKS | {mark: (text,) for mark, text in stated.items()}
-        candidates = {mark: [ids_of[name] for name in names if name in ids_of] for mark, names in names_of.items()}
-        self.mark_ids = {mark: ids[0] for mark, ids in candidates.items() if ids}
-        self.vocab_size = max(vocab.values(), default=-1) + 1
+        tokens = self._model.get_added_tokens_decoder()
+        self.mark_ids = _ids_of_marks({token.content: i for i, token in tokens.items()}, stated)
         marks = self.mark_ids.values()
         self._never = np.zeros(self.vocab_size, dtype=bool)  # True for ids that no text may become
-        self._never[[i for i, token in tokens if (token.special or i in marks) and token.content not in unknown]] = True
+        self._never[[i for i, token in tokens.items() if (token.special or i in marks) and token.content not in unknown]] = True
         self.characters = _characters_of(self._model)
         if self.characters is not None:
             codepoints = [ord(character) for character in self.characters]
@@ -136,14 +128,21 @@ class Tokenizer:
             ConfigError: see ``encode``.
         """
         special = [self._model.token_to_id(name) for name in sections[1::2]]
-        if self.characters is None and not any(name in text for text in sections[::2] for name in self._special):
-            encoding = self._of_whole.encode("".join(sections), add_special_tokens=False)
-            whole = np.array(encoding.ids, dtype=np.uint32)
-            places = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-            marks = self._never[whole]
-            places[marks, 1] = places[marks, 0] + 1  # without white space after it that belongs to the token (rstrip)
-            if whole[marks].tolist() == [id for id in special if self._never[id]]:
-                return whole, places
+        return self._encode_joined(sections, special) or self._encode_each(sections, special)
+
+    def _encode_joined(self, sections: Sequence[str], special: Sequence[int | None]) -> tuple[np.ndarray, np.ndarray] | None:
+        """Encode the joined sections at once; None if a text would become a special token."""
+        if self.characters is not None or any(name in text for text in sections[::2] for name in self._special):
+            return None
+        encoding = self._of_whole.encode("".join(sections), add_special_tokens=False)
+        ids = np.array(encoding.ids, dtype=np.uint32)
+        spans = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        marks = self._never[ids]
+        spans[marks, 1] = spans[marks, 0] + 1  # without white space after it that belongs to the token (rstrip)
+        return (ids, spans) if ids[marks].tolist() == [id for id in special if self._never[id]] else None
+
+    def _encode_each(self, sections: Sequence[str], special: Sequence[int | None]) -> tuple[np.ndarray, np.ndarray]:
+        """Encode every section separately."""
         ids, spans, before = list[np.ndarray](), list[np.ndarray](), 0
         for i, section in enumerate(sections):
             each: Any = np.arange(len(section))[:, None] + (0, 1)
@@ -232,6 +231,24 @@ class Tokenizer:
         optional = {"chat_template": self.chat_template, "special_tokens": self.special_tokens}
         present = {name: value for name, value in optional.items() if value}
         return {"kind": "tokenizers", "json": self._model.to_str(), **present}
+
+
+def _read_model(serialized: str) -> tokenizers.Tokenizer:
+    try:
+        model = tokenizers.Tokenizer.from_str(serialized)
+    except Exception as error:  # tokenizers raises plain Exception
+        raise ValueError(f"tokenizers cannot read the file: {first_line(error)}") from None
+    model.no_padding()
+    model.no_truncation()
+    model.encode_special_tokens = True  # read special tokens in a text as text; the JSON does not store it
+    return model
+
+
+def _ids_of_marks(ids_of: Mapping[str, int], stated: Mapping[str, str]) -> dict[str, int]:
+    """The ids of the marks, from the ids of special tokens by their texts. ``stated`` has the texts of some marks."""
+    names_of = NAMES_OF_MARKS | {mark: (text,) for mark, text in stated.items()}
+    candidates = {mark: [ids_of[name] for name in names if name in ids_of] for mark, names in names_of.items()}
+    return {mark: ids[0] for mark, ids in candidates.items() if ids}
 
 
 def marks_named(special_tokens: Mapping[str, str]) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -13,8 +13,11 @@ import numpy as np
 
 from minitx.config import ConfigError
 from minitx.config.schema import Count, Fraction, require
-from minitx.data.file_formats import load_table, share_of, texts_of
-from minitx.data.task import VALIDATION_SEED, Task, VocabSize, find_or_train_tokenizer, generator, hold_out, package
+from minitx.data.extras import package
+from minitx.data.seeding import VALIDATION_SEED, generator
+from minitx.data.tables import hold_out, load_table, share_of, texts_of
+from minitx.data.task import Task, VocabSize
+from minitx.data.tokenizer_choice import find_or_train_tokenizer
 from minitx.data.tokenizers import Tokenizer, count_unknown, require_marks
 
 PAIR_MARKS = ("pad", "bos", "eos")
@@ -28,7 +31,7 @@ LOCALES = (
     *("pl", "ru", "cs", "fi", "tr", "el", "hu", "ja", "zh", "ko"),
 )
 Pairs = list[tuple[str, str]]
-Both = dict[str, Pairs]
+PairsBySplit = dict[str, Pairs]
 """The pairs by split: train, val, and test if there is one."""
 
 LeftOut = dict[str, list[str]]
@@ -82,7 +85,36 @@ def pairs(
     Raises:
         ConfigError: a file has no pairs, a split has no pairs, or columns and files do not fit each other.
     """
-    for name, source, target in (("val", val_path, val_target_path), ("test", test_path, test_target_path)):
+    files = {"val": (val_path, val_target_path), "test": (test_path, test_target_path)}
+    _check_files_and_columns(target_path, files, source_column, target_column)
+    columns = None if source_column is None else (source_column, str(target_column))
+    read_pairs = partial(_read_pairs, columns=columns, subset=subset)
+    splits = {"train": read_pairs("", path, target_path, split=split)}
+    if val_path is not None:
+        splits["val"] = read_pairs("val_", val_path, val_target_path, split=val_split or "train", split_key="val_split")
+    elif val_split is not None:
+        splits["val"] = read_pairs("", path, target_path, split=val_split, split_key="val_split")
+    else:
+        chosen = zip(("train", "val"), hold_out([source for source, _ in splits["train"]], val_fraction), strict=True)
+        splits = {name: [splits["train"][i] for i in rows] for name, rows in chosen}
+    if test_path is not None:
+        splits["test"] = read_pairs("test_", test_path, test_target_path)
+    pairs_of, blank = {}, {}
+    for name, rows in splits.items():
+        pairs_of[name] = [(source, target) for source, target in rows if source and target]
+        require(bool(pairs_of[name]), f"data.path={path} has no pair without a blank side in the {name} split")
+        blank[name] = share_of(len(rows) - len(pairs_of[name]), len(rows), "pairs are left out: a side is blank")
+    return _task(f"data.path={path}", pairs_of, blank, tokenizer, bpe_vocab_size, (max_source_len, max_target_len), bucket)
+
+
+def _check_files_and_columns(
+    target_path: str | None,
+    files: Mapping[str, tuple[str | None, str | None]],
+    source_column: str | None,
+    target_column: str | None,
+) -> None:
+    """Refuse paths and columns of ``pairs`` that do not fit. ``files`` has the paths of sources and targets of further splits."""
+    for name, (source, target) in files.items():
         require(
             (source is not None and target_path is not None) == (target is not None),
             f"data.{name}_target_path={target} must be set exactly if {name}_path and target_path are set",
@@ -95,24 +127,6 @@ def pairs(
         target_path is None or source_column is None,
         f"data.source_column={source_column} is for tables, but data.target_path={target_path} is for files of lines: set one of them",
     )
-    columns = None if source_column is None else (source_column, str(target_column))
-    read_pairs = partial(_read_pairs, columns=columns, subset=subset)
-    splits = {"train": read_pairs("", path, target_path, split=split)}
-    if val_path is not None:
-        splits["val"] = read_pairs("val_", val_path, val_target_path, split=val_split or "train", split_key="val_split")
-    elif val_split is not None:
-        splits["val"] = read_pairs("", path, target_path, split=val_split, split_key="val_split")
-    else:
-        rows = zip(("train", "val"), hold_out([source for source, _ in splits["train"]], val_fraction), strict=True)
-        splits = {name: [splits["train"][i] for i in chosen] for name, chosen in rows}
-    if test_path is not None:
-        splits["test"] = read_pairs("test_", test_path, test_target_path)
-    both, blank = {}, {}
-    for name, every in splits.items():
-        both[name] = [(source, target) for source, target in every if source and target]
-        require(bool(both[name]), f"data.path={path} has no pair without a blank side in the {name} split")
-        blank[name] = share_of(len(every) - len(both[name]), len(every), "pairs are left out: a side is blank")
-    return _task(f"data.path={path}", both, blank, tokenizer, bpe_vocab_size, (max_source_len, max_target_len), bucket)
 
 
 def dates(
@@ -152,37 +166,35 @@ def dates(
 
 def _task(
     name: str,
-    both: Both,
+    pairs_of: PairsBySplit,
     blank: LeftOut,
     tokenizer: str | Tokenizer,
     bpe_vocab_size: int,
     longest: tuple[int, int],
     bucket: bool,
 ) -> Task:
-    made_by = find_or_train_tokenizer(tokenizer, bpe_vocab_size, chain.from_iterable(both["train"]), PAIR_MARKS)
-    pad_id, bos_id, eos_id = require_marks(made_by, *PAIR_MARKS)
-    _, train, of_train = _pair_rows(both["train"], made_by, longest, name, cut=False)
-    kept_val, val, of_val = _pair_rows(both["val"], made_by, longest, name, cut=True)
-    kept_test, test, of_test = _pair_rows(both["test"], made_by, longest, name, cut=True) if "test" in both else ([], [], [])
-    cut = {"train": of_train, "val": of_val, "test": of_test}
-    count_unknown(made_by, (row[key] for row in train for key in ("input_ids", "labels")), name)
-    fields = {"vocab_size": made_by.vocab_size, "pad_id": pad_id, "bos_id": bos_id, "eos_id": eos_id}
+    tokenizer = find_or_train_tokenizer(tokenizer, bpe_vocab_size, chain.from_iterable(pairs_of["train"]), PAIR_MARKS)
+    pad_id, bos_id, eos_id = require_marks(tokenizer, *PAIR_MARKS)
+    rows, kept, left_out = dict[str, Any](), dict[str, Pairs](), LeftOut()
+    for split, of_split in pairs_of.items():
+        kept[split], rows[split], dropped = _pair_rows(of_split, tokenizer, longest, name, cut=split != "train")
+        left_out[split] = [*blank.get(split, ()), *dropped]
+    count_unknown(tokenizer, (row[key] for row in rows["train"] for key in ("input_ids", "labels")), name)
+    fields = {"vocab_size": tokenizer.vocab_size, "pad_id": pad_id, "bos_id": bos_id, "eos_id": eos_id}
     for side, key in (("max_source_len", "input_ids"), ("max_target_len", "labels")):
-        fields[side] = max(len(row[key]) for row in [*train, *val, *test])
+        fields[side] = max(len(row[key]) for row in chain.from_iterable(rows.values()))
     return Task(
         name=name,
         kind="seq2seq",
-        train=train,
-        val=val,
-        test=test or None,
+        **rows,
         longest=max(longest),
         pad={"input_ids": pad_id, "decoder_input_ids": pad_id},
         bucket=bucket,
-        tokenizer=made_by,
+        tokenizer=tokenizer,
         model_fields=fields,
-        left_out={split: [*blank.get(split, ()), *sentences] for split, sentences in cut.items() if split in both},
-        val_examples=kept_val,
-        test_examples=kept_test,
+        left_out=left_out,
+        val_examples=kept["val"],
+        test_examples=kept.get("test", []),
     )
 
 

@@ -10,7 +10,8 @@ from minitx.config.lazy import on_first_use
 if TYPE_CHECKING:
     from minitx.interop.adopt import adopt_hf, release_hf
     from minitx.interop.conversations import chat
-    from minitx.interop.finetune import Lora, hf_from_config, pretrained_hf
+    from minitx.interop.finetune import hf_from_config, pretrained_hf
+    from minitx.interop.lora import Lora
     from minitx.interop.weights import FAMILIES, load_hf, save_hf
 
 __all__ = [

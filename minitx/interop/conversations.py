@@ -16,9 +16,11 @@ import numpy as np
 
 from minitx.config import ConfigError
 from minitx.config.schema import Count, Fraction, first_line, require
-from minitx.data.documents import DocumentRows, learned_marks, task_of
-from minitx.data.file_formats import column_of, divided, load_tables, share_of
-from minitx.data.task import Ragged, Task, VocabSize, find_or_train_tokenizer, hold_out, package
+from minitx.data.documents import DocumentRows, Ragged, learned_marks, task_of
+from minitx.data.extras import package
+from minitx.data.tables import column_of, divided, hold_out, load_tables, share_of
+from minitx.data.task import Task, VocabSize
+from minitx.data.tokenizer_choice import find_or_train_tokenizer
 from minitx.data.tokenizers import Tokenizer, count_unknown, require_marks
 
 log = logging.getLogger(__name__)
@@ -199,11 +201,11 @@ def chat(
     tables = divided(loaded, lambda table: hold_out(range(len(table)), val_fraction))
     splits = [_conversations(table, messages_column) for table in tables]
     texts = (f"{message['role']}: {message.get('content', '')}\n" for chat in splits[0] for message in chat)
-    made_by = find_or_train_tokenizer(tokenizer, bpe_vocab_size, chain([template or ""], texts), learned_marks(tokenizer))
-    made_by = copy.copy(made_by)
-    template = template or made_by.chat_template or TEMPLATE
-    made_by.chat_template = template  # a checkpoint stores it with the tokenizer
-    format, name = ChatFormat(template, made_by), f"data.path={path}"
+    marks = learned_marks(tokenizer)
+    tokenizer = copy.copy(find_or_train_tokenizer(tokenizer, bpe_vocab_size, chain([template or ""], texts), marks))
+    template = template or tokenizer.chat_template or TEMPLATE
+    tokenizer.chat_template = template  # a checkpoint stores it with the tokenizer
+    format, name = ChatFormat(template, tokenizer), f"data.path={path}"
     if re.search(r"\btools\b", template) and any("tools" in table.column_names and any(table["tools"]) for table in tables):
         raise ConfigError(
             f"{name} has a column tools, but tools are not passed to the template: write them into a message, or remove the column"
@@ -212,17 +214,17 @@ def chat(
         raise ConfigError(f"data.messages_column={messages_column} has tool_calls, but data.template does not write them")
     if "strftime_now" in template:
         log.warning("data.template writes today's date, so a run that resumes on another day has different rows")
-    (train, of_train), (val, of_val) = (
+    (train, train_left_out), (val, val_left_out) = (
         _conversation_rows(part, format, context_len, packing, source)
         for part, source in zip(splits, (name, f"data.val_path={val_path}" if val_path else name), strict=True)
     )
-    count_unknown(made_by, [train.pieces.values], name)
+    count_unknown(tokenizer, [train.pieces.values], name)
     ends = sorted(set[int]().union(*map(format.ends, filter(None, splits[0]))))
     if not ends:
         log.warning(
             "data.template has no special token at the end of {% generation %}: the model does not learn to end an answer"
         )
-    task = task_of(name, train, val, made_by, ends, bucket, left_out={"train": of_train, "val": of_val})
+    task = task_of(name, train, val, tokenizer, ends, bucket, left_out={"train": train_left_out, "val": val_left_out})
     return replace(task, encode_prompt=lambda text: format.prompt(text)[0].tolist())
 
 

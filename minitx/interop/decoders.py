@@ -4,61 +4,69 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from minitx.interop.families import FAULTS, SIZES, TEXT, WORDS_OF_ACTIVATION, Architecture, Family, UnsupportedError, Values
+from minitx.interop.config_json import SIZES, TEXT, WORDS_OF_ACTIVATION, UnsupportedError
+from minitx.interop.family import Architecture, ConfigTable, Family, TensorTable, Values
 
 # --- GPT-2 (Radford et al. 2019): its matrices have shape (in, out), and one matrix holds q, k and v (``Conv1D``)
 
 GPT2 = Family(
     model_type="gpt2",
-    keys={
-        **TEXT,
-        "max_len": "n_positions",
-        "embed_dim": "n_embd",
-        "num_layers": "n_layer",
-        "num_heads": "n_head",
-        "ffn_dim": "n_inner",
-        "activation": "activation_function",
-        "dropout": "resid_pdrop",
-        "norm_eps": "layer_norm_epsilon",
-        "scale": "scale_attn_weights",
-    },
-    defaults={
-        **{"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "resid_pdrop": 0.1},
-        **{"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "scale_attn_weights": True},
-        **{"tie_word_embeddings": True, "bos_token_id": 50256, "eos_token_id": 50256},
-    },
-    words={
-        "activation_function": {"gelu_new": "gelu_tanh", **WORDS_OF_ACTIVATION},
-        "scale_attn_weights": {True: "inv_sqrt", False: "unscaled"},
-    },
-    fields={"architecture": "decoder"},
     architectures={
         "GPT2LMHeadModel": Architecture({}, {"head": "lm_head"}),
         "GPT2Model": Architecture({}, {"head": "lm_head"}, is_base=True),
     },
-    prefix="transformer.",
-    tensors={
-        "embeddings.token": "wte",
-        "embeddings.position.table": "wpe",
-        "blocks.*.attention_residual.norm": "h.*.ln_1",
-        **{f"blocks.*.attention.{x}_proj": "h.*.attn.c_attn" for x in "qkv"},
-        "blocks.*.attention.out_proj": "h.*.attn.c_proj",
-        "blocks.*.feedforward_residual.norm": "h.*.ln_2",
-        "blocks.*.feedforward.up_proj": "h.*.mlp.c_fc",
-        "blocks.*.feedforward.down_proj": "h.*.mlp.c_proj",
-        "final_norm": "ln_f",
-    },
-    ignored=("h.*.attn.bias", "h.*.attn.masked_bias"),
-    copies={"lm_head.weight": "wte.weight"},
-    is_transposed=True,
-    untidy=lambda values: {**values, "embd_pdrop": values["resid_pdrop"], "attn_pdrop": values["resid_pdrop"]},
+    config=ConfigTable(
+        keys={
+            **TEXT,
+            "max_len": "n_positions",
+            "embed_dim": "n_embd",
+            "num_layers": "n_layer",
+            "num_heads": "n_head",
+            "ffn_dim": "n_inner",
+            "activation": "activation_function",
+            "dropout": "resid_pdrop",
+            "norm_eps": "layer_norm_epsilon",
+            "scale": "scale_attn_weights",
+        },
+        defaults={
+            **{"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "resid_pdrop": 0.1},
+            **{"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "scale_attn_weights": True},
+            **{"tie_word_embeddings": True, "bos_token_id": 50256, "eos_token_id": 50256},
+        },
+        words={
+            "activation_function": {"gelu_new": "gelu_tanh", **WORDS_OF_ACTIVATION},
+            "scale_attn_weights": {True: "inv_sqrt", False: "unscaled"},
+        },
+        fields={"architecture": "decoder"},
+        untidy=lambda values: {**values, "embd_pdrop": values["resid_pdrop"], "attn_pdrop": values["resid_pdrop"]},
+    ),
+    tensors=TensorTable(
+        names={
+            "embeddings.token": "wte",
+            "embeddings.position.table": "wpe",
+            "blocks.*.attention_residual.norm": "h.*.ln_1",
+            **{f"blocks.*.attention.{x}_proj": "h.*.attn.c_attn" for x in "qkv"},
+            "blocks.*.attention.out_proj": "h.*.attn.c_proj",
+            "blocks.*.feedforward_residual.norm": "h.*.ln_2",
+            "blocks.*.feedforward.up_proj": "h.*.mlp.c_fc",
+            "blocks.*.feedforward.down_proj": "h.*.mlp.c_proj",
+            "final_norm": "ln_f",
+        },
+        prefix="transformer.",
+        ignored=("h.*.attn.bias", "h.*.attn.masked_bias"),
+        copies={"lm_head.weight": "wte.weight"},
+        is_transposed=True,
+    ),
 )
 
 # --- rotary positions
 
 ROPE = "rope_parameters."
+# the keys of ``config.json`` with rotary options
+SPELLINGS = ("rope_theta", "rope_scaling", "rope_parameters")
 # the names of `low` and `high` of a `RotaryScaling`
 TURNS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
 ORIGINAL_LEN = "original_max_position_embeddings"
@@ -71,30 +79,19 @@ NEEDED: dict[Any, tuple[str, ...]] = {
 }
 
 
-def tidy_rope(values: Values, names: Collection[str] = ()) -> Values:
+def tidy_rope(values: Values, names: Collection[str] = ()) -> tuple[Values, list[str]]:
     """Turn the rotary options into flat keys. Transformers 5 has ``rope_parameters``, older versions ``rope_theta`` and ``rope_scaling``.
 
     An option that is absent or null gets the value that transformers computes. Where it computes none, this is an error.
     """
-    theta = {"rope_theta": values.pop("rope_theta")} if "rope_theta" in values else {}
-    ropes = [dict(values.pop(name, None) or {}) for name in ("rope_scaling", "rope_parameters")]
-    ropes = [{**theta, **rope} for rope in ropes if rope]
-    for rope in ropes:
-        if "type" in rope:  # the name in older files
-            rope.setdefault("rope_type", rope.pop("type"))
-    ropes.append(theta)
-    first, *others = ropes
-    both = [(name, value) for other in others for name, value in other.items() if first.get(name) != value]
-    if faults := [f"{ROPE}{name}={value!r} contradicts {first.get(name)!r}" for name, value in both]:
-        raise ValueError(f"{'; '.join(faults)} in rope_theta, rope_scaling or rope_parameters")
-    overrides = {name.removeprefix(ROPE): values.pop(name) for name in [*values] if name.startswith(ROPE)}
-    rope = {"rope_type": "default", "rope_theta": 10000.0, **first, **overrides}
+    rope = _joined_rope(values)
+    rest = {name: value for name, value in values.items() if name not in SPELLINGS and not name.startswith(ROPE)}
     kind = rope["rope_type"]
     if kind not in NEEDED:
-        return {**values, ROPE + "rope_type": kind}
-    rope.setdefault(ORIGINAL_LEN, values.get("max_position_embeddings"))
-    outer = values.pop(ORIGINAL_LEN, rope[ORIGINAL_LEN])  # outside of the rotary options it has priority
-    rope[ORIGINAL_LEN] = rope[ORIGINAL_LEN] and outer
+        return {**rest, ROPE + "rope_type": kind}, []
+    inner = rope.get(ORIGINAL_LEN, values.get("max_position_embeddings"))
+    outer = rest.pop(ORIGINAL_LEN, inner)  # outside of the rotary options it has priority
+    rope[ORIGINAL_LEN] = inner and outer
     if kind == "yarn":
         if rope.get("factor", 1.0) is None and rope[ORIGINAL_LEN] is not None:
             rope["factor"] = values["max_position_embeddings"] / rope[ORIGINAL_LEN]
@@ -102,16 +99,40 @@ def tidy_rope(values: Values, names: Collection[str] = ()) -> Values:
     for name in NEEDED[kind]:
         if rope.get(name) is None:
             raise ValueError(f"{ROPE}{name}=None must be a number with {ROPE}rope_type={kind!r}")
+    options, unsupported = _renamed_rope(rope)
+    return {**rest, **{ROPE + name: value for name, value in options.items()}}, unsupported
+
+
+def _joined_rope(values: Values) -> Values:
+    """Return the rotary options of all spellings. Raise an error if they contradict each other."""
+    theta = {"rope_theta": values["rope_theta"]} if "rope_theta" in values else {}
+    ropes = [{**theta, **rope} for name in SPELLINGS[1:] if (rope := dict(values.get(name) or {}))]
+    for rope in ropes:
+        if "type" in rope:  # the name in older files
+            rope.setdefault("rope_type", rope.pop("type"))
+    first, *others = [*ropes, theta]
+    pairs = [pair for other in others for pair in other.items()]
+    faults = [f"{ROPE}{name}={value!r} contradicts {first.get(name)!r}" for name, value in pairs if first.get(name) != value]
+    if faults:
+        raise ValueError(f"{'; '.join(faults)} in rope_theta, rope_scaling or rope_parameters")
+    overrides = {name.removeprefix(ROPE): value for name, value in values.items() if name.startswith(ROPE)}
+    return {"rope_type": "default", "rope_theta": 10000.0, **first, **overrides}
+
+
+def _renamed_rope(rope: Values) -> tuple[Values, list[str]]:
+    """Return the options that this kind reads, with ``low`` and ``high`` of ``RotaryScaling``, and unsupported options."""
+    kind = rope["rope_type"]
     unread = {"factor", ORIGINAL_LEN} - {*NEEDED[kind]}
-    rope = {"factor": 1.0} | {name: value for name, value in rope.items() if value is not None and name not in unread}
+    options = {"factor": 1.0} | {name: value for name, value in rope.items() if value is not None and name not in unread}
     if kind in TURNS:
-        rope["low"], rope["high"] = (rope.pop(name, None) or None for name in TURNS[kind])
-    if kind == "yarn":
-        paper = 0.1 * math.log(max(rope["factor"], 1.0)) + 1.0  # Peng et al. 2023, arXiv:2309.00071, eq. 22
-        factor = rope.pop("attention_factor", paper)
-        if not math.isclose(factor, paper, rel_tol=1e-9):
-            values[FAULTS] = [f"{ROPE}attention_factor={factor} is not supported here, only 0.1 ln(factor) + 1 = {paper}"]
-    return {**values, **{ROPE + name: value for name, value in rope.items()}}
+        options["low"], options["high"] = (options.pop(name, None) or None for name in TURNS[kind])
+    if kind != "yarn":
+        return options, []
+    paper = 0.1 * math.log(max(options["factor"], 1.0)) + 1.0  # Peng et al. 2023, arXiv:2309.00071, eq. 22
+    factor = options.pop("attention_factor", paper)
+    if math.isclose(factor, paper, rel_tol=1e-9):
+        return options, []
+    return options, [f"{ROPE}attention_factor={factor} is not supported here, only 0.1 ln(factor) + 1 = {paper}"]
 
 
 def untidy_rope(values: Values) -> Values:
@@ -183,7 +204,7 @@ LLAMA_WORDS: dict[str, Mapping[Any, Any]] = {
 }
 WINDOW = {"window": "sliding_window"}
 BIASES = {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}
-LLAMA_TENSORS = {
+LLAMA_NAMES = {
     "embeddings.token": "embed_tokens",
     "blocks.*.attention_residual.norm": "layers.*.input_layernorm",
     **{f"blocks.*.attention.{x}_proj": f"layers.*.self_attn.{x}_proj" for x in "qkv"},
@@ -196,42 +217,53 @@ LLAMA_TENSORS = {
     "blocks.*.feedforward.down_proj": "layers.*.mlp.down_proj",
     "final_norm": "norm",
 }
+LLAMA_TENSORS = TensorTable(
+    names=LLAMA_NAMES,
+    prefix="model.",
+    ignored=("layers.*.self_attn.rotary_emb.inv_freq", "rotary_emb.inv_freq"),
+    copies={"lm_head.weight": "embed_tokens.weight"},
+)
 
 
 def llama_family(
-    model_type: str, name: str, keys: Mapping[str, str], defaults: Values, fields: Values | None = None, **more: Any
+    model_type: str,
+    name: str,
+    keys: Mapping[str, str],
+    defaults: Values,
+    fields: Values | None = None,
+    tensors: TensorTable = LLAMA_TENSORS,
+    **more: Any,
 ) -> Family:
-    """Return a family like Llama, with further ``keys`` and ``fields`` and other ``defaults``."""
+    """Return a family like Llama, with further ``keys`` and ``fields``, other ``defaults``, and ``more`` of its ``ConfigTable``."""
     return Family(
         model_type=model_type,
-        keys={**LLAMA_KEYS, **keys},
-        defaults={**LLAMA_DEFAULTS, **defaults},
-        words=LLAMA_WORDS,
-        fields={"architecture": "decoder", "position": "rotary", "norm": "rms", "bias": False, **(fields or {})},
-        required={"partial_rotary_factor": 1.0, ROPE + "partial_rotary_factor": 1.0, ROPE + "truncate": True},
         architectures={name: Architecture({}, {"head": "lm_head"})},
-        prefix="model.",
-        ignored=("layers.*.self_attn.rotary_emb.inv_freq", "rotary_emb.inv_freq"),
-        copies={"lm_head.weight": "embed_tokens.weight"},
-        **{"tensors": LLAMA_TENSORS, "tidy": tidy_rope, "untidy": untidy_rope, **more},
+        config=ConfigTable(
+            keys={**LLAMA_KEYS, **keys},
+            defaults={**LLAMA_DEFAULTS, **defaults},
+            words=LLAMA_WORDS,
+            fields={"architecture": "decoder", "position": "rotary", "norm": "rms", "bias": False, **(fields or {})},
+            required={"partial_rotary_factor": 1.0, ROPE + "partial_rotary_factor": 1.0, ROPE + "truncate": True},
+            **{"tidy": tidy_rope, "untidy": untidy_rope, **more},
+        ),
+        tensors=tensors,
     )
 
 
-LLAMA = llama_family("llama", "LlamaForCausalLM", {**BIASES, "bias": "mlp_bias"}, {"bos_token_id": 1, "eos_token_id": 2})
+LLAMA_IDS = {"bos_token_id": 1, "eos_token_id": 2}
+LLAMA = llama_family("llama", "LlamaForCausalLM", {**BIASES, "bias": "mlp_bias"}, LLAMA_IDS, needs_whole_heads=True)
 
 # --- Mistral (Jiang et al. 2023, arXiv:2310.06825): all layers have a window
 
-MISTRAL_DEFAULTS = {
-    **{"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072},
-    **{"bos_token_id": 1, "eos_token_id": 2},
-}
+MISTRAL_DEFAULTS = {"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072, **LLAMA_IDS}
 MISTRAL = llama_family("mistral", "MistralForCausalLM", WINDOW, MISTRAL_DEFAULTS)
 
 # --- Qwen2 and Qwen3 (Yang et al. 2024, arXiv:2407.10671, and 2025, arXiv:2505.09388): biases or norms on q and k
 
 
-def tidy_qwen(values: Values, names: Collection[str]) -> Values:
+def tidy_qwen(values: Values, names: Collection[str]) -> tuple[Values, list[str]]:
     """Translate the keys of Qwen. With ``use_sliding_window``, the layers from ``max_window_layers`` on have a window."""
+    values = dict(values)
     layers, first = values.get("num_hidden_layers", 32), values.pop("max_window_layers", 28)
     listed = values.pop("layer_types", None) or [FULL] * min(first, layers) + [SLIDING] * max(layers - first, 0)
     kinds = listed if values.pop("use_sliding_window", False) else [FULL] * layers
@@ -271,6 +303,7 @@ GEMMA_NORMS = {
 
 def _tidy_gemma(values: Values, every: int) -> tuple[Values, list[str]]:
     """Compute the window and the kind of each layer (every ``every``-th has no window), and the score scale."""
+    values = dict(values)
     every = values.pop("sliding_window_pattern", None) or every
     layers = values.get("num_hidden_layers", 26)
     kinds = values.pop("layer_types", None) or [SLIDING if i % every else FULL for i in range(1, layers + 1)]
@@ -280,20 +313,21 @@ def _tidy_gemma(values: Values, every: int) -> tuple[Values, list[str]]:
     return values, kinds
 
 
-def tidy_gemma2(values: Values, names: Collection[str]) -> Values:
+def tidy_gemma2(values: Values, names: Collection[str]) -> tuple[Values, list[str]]:
     """Translate the keys of Gemma 2. Every second layer has a window, beginning with the first."""
     return tidy_rope(_tidy_gemma(values, 2)[0])
 
 
-def tidy_gemma3(values: Values, names: Collection[str]) -> Values:
+def tidy_gemma3(values: Values, names: Collection[str]) -> tuple[Values, list[str]]:
     """Translate the keys of Gemma 3. Five of six layers have a window, and a different rotary base."""
     values, kinds = _tidy_gemma(values, 6)
     outer = {"rope_theta": values.pop("rope_local_base_freq")} if "rope_local_base_freq" in values else {}
     rope = values.get("rope_parameters") or {}
     if flat := sorted({*rope} - {FULL, SLIDING}):
         raise UnsupportedError(f"{ROPE}{flat[0]} is not supported here, only options inside {FULL} and {SLIDING}")
-    rope, local = rope.get(FULL) or {}, tidy_rope({**outer, "rope_parameters": rope.get(SLIDING)})
-    values = tidy_rope({"rope_theta": rope.get("rope_theta", 1e6), **values, "rope_parameters": rope})
+    rope, sliding_rope = rope.get(FULL) or {}, rope.get(SLIDING)
+    local, _ = tidy_rope({**outer, "rope_parameters": sliding_rope})
+    values, unsupported = tidy_rope({"rope_theta": rope.get("rope_theta", 1e6), **values, "rope_parameters": rope})
     kind = values[ROPE + "rope_type"]
     plain = {ROPE + "rope_type": "default", ROPE + "rope_theta": local.get(ROPE + "rope_theta"), ROPE + "factor": 1.0}
     if SLIDING in kinds and (kind not in ("default", "linear") or local != plain):
@@ -301,11 +335,11 @@ def tidy_gemma3(values: Values, names: Collection[str]) -> Values:
             f"{name.removeprefix(ROPE)}={value!r}" for name, value in local.items() if plain.get(name) != value
         )
         pair = f"{ROPE}rope_type={kind!r} with {differing or 'default'} in layers with a window"
-        values[FAULTS] = [f"{pair} is not supported here, only 'default' or 'linear' with 'default'"]
+        unsupported = [f"{pair} is not supported here, only 'default' or 'linear' with 'default'"]
     if kind == "linear":  # in layers without a window only; a factor of 1 changes nothing
         values[ROPE + "factor"] = by_layer({FULL: values[ROPE + "factor"], SLIDING: 1.0}, kinds)
     values[ROPE + "rope_theta"] = by_layer({FULL: values[ROPE + "rope_theta"], SLIDING: plain[ROPE + "rope_theta"]}, kinds)
-    return values
+    return values, unsupported
 
 
 def untidy_gemma2(values: Values) -> Values:
@@ -339,8 +373,8 @@ def _gemma_family(model_type: str, name: str, keys: Mapping[str, str], defaults:
         {**shared, **WINDOW, **BIASES, **keys},
         {**sizes, **others, **ids, **defaults},
         fields,
-        tensors={**LLAMA_TENSORS, **GEMMA_NORMS},
-        norm_shift=1.0,
+        replace(LLAMA_TENSORS, names={**LLAMA_NAMES, **GEMMA_NORMS}, norm_shift=1.0),
+        needs_whole_heads=True,
         **more,
     )
 
@@ -363,3 +397,6 @@ GEMMA3 = _gemma_family(
     tidy=tidy_gemma3,
     untidy=untidy_gemma3,
 )
+
+DECODERS = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3)
+"""The families, in the order in which ``save_hf`` tries them."""

@@ -6,7 +6,8 @@ from collections.abc import Collection
 from typing import Any
 
 from minitx.config import TransformerConfig
-from minitx.interop.families import FAULTS, SIZES, TEXT, WORDS_OF_ACTIVATION, Architecture, Family, Shape, Values
+from minitx.interop.config_json import SIZES, TEXT, WORDS_OF_ACTIVATION
+from minitx.interop.family import Architecture, ConfigTable, Family, Shape, TensorTable, Values
 
 # --- BERT (Devlin et al. 2019) and RoBERTa (Liu et al. 2019; its positions begin at pad_token_id + 1)
 
@@ -52,48 +53,54 @@ def _bert_family(
     twice = {f"{head}.decoder.bias": f"{head}.bias"}
     return Family(
         model_type=model_type,
-        defaults={**BERT_DEFAULTS, **defaults},
-        words={"hidden_act": WORDS_OF_ACTIVATION},
-        fields={"architecture": "encoder", "norm_position": "post", "embed_norm": True},
-        required={"position_embedding_type": "absolute"},
         architectures={
             f"{name}ForMaskedLM": Architecture(fields, masked, others, twice),
             f"{name}ForSequenceClassification": Architecture({"head": "sequence", "pooler": True}, sequence),
             f"{name}ForTokenClassification": Architecture({"head": "token"}, {"head": "classifier"}, others),
             f"{name}Model": Architecture(NO_HEAD, {}, is_base=True),
         },
-        prefix=f"{model_type}.",
-        tensors={
-            "embeddings.token": "embeddings.word_embeddings",
-            "embeddings.position.table": "embeddings.position_embeddings",
-            "embeddings.token_type": "embeddings.token_type_embeddings",
-            "embeddings.norm": "embeddings.LayerNorm",
-            **BERT_BLOCK,
-            "pool.dense": "pooler.dense",
-        },
-        ignored=("embeddings.position_ids", "embeddings.token_type_ids"),
-        copies={f"{head}.decoder.weight": "embeddings.word_embeddings.weight", **twice},
-        renames={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
-        **{"keys": BERT_KEYS, "untidy": untidy_dropout, **more},
+        config=ConfigTable(
+            defaults={**BERT_DEFAULTS, **defaults},
+            words={"hidden_act": WORDS_OF_ACTIVATION},
+            fields={"architecture": "encoder", "norm_position": "post", "embed_norm": True},
+            required={"position_embedding_type": "absolute"},
+            **{"keys": BERT_KEYS, "untidy": untidy_dropout, **more},
+        ),
+        tensors=TensorTable(
+            names={
+                "embeddings.token": "embeddings.word_embeddings",
+                "embeddings.position.table": "embeddings.position_embeddings",
+                "embeddings.token_type": "embeddings.token_type_embeddings",
+                "embeddings.norm": "embeddings.LayerNorm",
+                **BERT_BLOCK,
+                "pool.dense": "pooler.dense",
+            },
+            prefix=f"{model_type}.",
+            ignored=("embeddings.position_ids", "embeddings.token_type_ids"),
+            copies={f"{head}.decoder.weight": "embeddings.word_embeddings.weight", **twice},
+            renames={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
+        ),
     )
 
 
-def tidy_roberta(values: Values, names: Collection[str]) -> Values:
+def tidy_roberta(values: Values, names: Collection[str]) -> tuple[Values, list[str]]:
     """Split RoBERTa's ``max_position_embeddings`` into the unused first rows of the table and the length."""
     pad_id = values.get("pad_token_id", 1)
     if not isinstance(pad_id, int):
         raise ValueError(f"pad_token_id={pad_id!r} must be a number: RoBERTa counts positions from pad_token_id + 1")
     activation = values.get("hidden_act", "gelu")
+    unsupported = list[str]()
     if activation != "gelu" and (values.get("architectures") or ["RobertaForMaskedLM"])[0] == "RobertaForMaskedLM":
-        values[FAULTS] = [
+        unsupported = [
             f"hidden_act={activation!r} is not supported here: the head of RobertaForMaskedLM always computes 'gelu'"
         ]
     rows = values.get("max_position_embeddings", 512)
-    return {**values, "max_position_embeddings": rows - pad_id - 1, "position_offset": pad_id + 1}
+    return {**values, "max_position_embeddings": rows - pad_id - 1, "position_offset": pad_id + 1}, unsupported
 
 
 def untidy_roberta(values: Values) -> Values:
     """Add the unused rows to ``max_position_embeddings`` again."""
+    values = dict(values)
     offset = values.pop("position_offset")
     rows = values["max_position_embeddings"] + offset
     return {**untidy_dropout(values), "max_position_embeddings": rows, "pad_token_id": offset - 1}
@@ -116,10 +123,11 @@ ROBERTA = _bert_family(
 # --- ViT (Dosovitskiy et al. 2021): its patch embedding is a convolution whose kernel is our matrix in another shape
 
 
-def tidy_vit(values: Values, names: Collection[str]) -> Values:
+def tidy_vit(values: Values, names: Collection[str]) -> tuple[Values, list[str]]:
     """Replace [side, side] by the side."""
     sides = {name: values.get(name) for name in ("image_size", "patch_size")}
-    return {**values, **{name: side[0] for name, side in sides.items() if isinstance(side, list) and len(set(side)) == 1}}
+    squares = {name: side[0] for name, side in sides.items() if isinstance(side, list) and len(set(side)) == 1}
+    return {**values, **squares}, []
 
 
 def _patch_kernel(config: TransformerConfig, shape: Shape) -> Shape:
@@ -129,47 +137,51 @@ def _patch_kernel(config: TransformerConfig, shape: Shape) -> Shape:
 
 VIT = Family(
     model_type="vit",
-    keys={**KEYS, **{name: name for name in ("image_size", "patch_size", "num_channels", "qkv_bias")}},
-    defaults={
-        **{**BERT_DEFAULTS, "hidden_dropout_prob": 0.0},
-        **{"image_size": 224, "patch_size": 16, "num_channels": 3, "qkv_bias": True},
-    },
-    words={"hidden_act": WORDS_OF_ACTIVATION},
-    fields={"architecture": "vision"},
-    required={"pooler_act": "tanh"},
     architectures={
         "ViTForImageClassification": Architecture({"head": "sequence"}, {"head": "classifier"}, ignored=("pooler.*",)),
         "ViTModel": Architecture(NO_HEAD, {}, is_base=True),
     },
-    prefix="vit.",
-    tensors={
-        "embeddings.class_token": "embeddings.cls_token",
-        "embeddings.position.weight": "embeddings.position_embeddings",
-        "embeddings.patch_proj": "embeddings.patch_embeddings.projection",
-        **{ours: theirs.replace(".self.", ".attention.") for ours, theirs in BERT_BLOCK.items()},
-        "blocks.*.attention_residual.norm": "encoder.layer.*.layernorm_before",
-        "blocks.*.feedforward_residual.norm": "encoder.layer.*.layernorm_after",
-        "final_norm": "layernorm",
-        "pool.dense": "pooler.dense",
-    },
-    shapes={"embeddings.position.weight": lambda config, shape: (1, *shape), "embeddings.patch_proj.weight": _patch_kernel},
-    tidy=tidy_vit,
-    untidy=untidy_dropout,
+    config=ConfigTable(
+        keys={**KEYS, **{name: name for name in ("image_size", "patch_size", "num_channels", "qkv_bias")}},
+        defaults={
+            **{**BERT_DEFAULTS, "hidden_dropout_prob": 0.0},
+            **{"image_size": 224, "patch_size": 16, "num_channels": 3, "qkv_bias": True},
+        },
+        words={"hidden_act": WORDS_OF_ACTIVATION},
+        fields={"architecture": "vision"},
+        required={"pooler_act": "tanh"},
+        tidy=tidy_vit,
+        untidy=untidy_dropout,
+    ),
+    tensors=TensorTable(
+        names={
+            "embeddings.class_token": "embeddings.cls_token",
+            "embeddings.position.weight": "embeddings.position_embeddings",
+            "embeddings.patch_proj": "embeddings.patch_embeddings.projection",
+            **{ours: theirs.replace(".self.", ".attention.") for ours, theirs in BERT_BLOCK.items()},
+            "blocks.*.attention_residual.norm": "encoder.layer.*.layernorm_before",
+            "blocks.*.feedforward_residual.norm": "encoder.layer.*.layernorm_after",
+            "final_norm": "layernorm",
+            "pool.dense": "pooler.dense",
+        },
+        prefix="vit.",
+        shapes={"embeddings.position.weight": lambda config, shape: (1, *shape), "embeddings.patch_proj.weight": _patch_kernel},
+    ),
 )
 
 # --- T5 v1.0 and v1.1 (Raffel et al. 2020): unscaled scores, a relative position bias in encoder and decoder, RMSNorm, no biases
 
 
-def tidy_t5(values: Values, names: Collection[str]) -> Values:
+def tidy_t5(values: Values, names: Collection[str]) -> tuple[Values, list[str]]:
     """Find the version. The tied head of v1.0 scales the hidden states, the untied head of v1.1 does not.
 
     Transformers 5 writes ``tie_word_embeddings: true`` for both, and ``scale_decoder_outputs``. Its head is untied if the file
     contains ``lm_head.weight``.
     """
     tied = values.get("tie_word_embeddings") is not False
-    scaled = values.setdefault("scale_decoder_outputs", tied)
-    values["tie_word_embeddings"] = tied and (scaled or "lm_head.weight" not in names)
-    return values
+    scaled = values.get("scale_decoder_outputs", tied)
+    is_tied = tied and (scaled or "lm_head.weight" not in names)
+    return {**values, "scale_decoder_outputs": scaled, "tie_word_embeddings": is_tied}, []
 
 
 def _t5_block(side: str, ours: str, feed: int) -> dict[str, str]:
@@ -196,34 +208,6 @@ T5_CROSS = {
 T5_ENCODER: Values = {"architecture": "encoder", "head": "none", "scale_logits": False, "tie_embeddings": True}
 T5 = Family(
     model_type="t5",
-    keys={
-        **TEXT,
-        "embed_dim": "d_model",
-        "head_dim": "d_kv",
-        "ffn_dim": "d_ff",
-        "num_layers": "num_layers",
-        "num_decoder_layers": "num_decoder_layers",
-        "num_heads": "num_heads",
-        "num_buckets": "relative_attention_num_buckets",
-        "max_distance": "relative_attention_max_distance",
-        "dropout": "dropout_rate",
-        "norm_eps": "layer_norm_epsilon",
-        "activation": "feed_forward_proj",
-        "scale_logits": "scale_decoder_outputs",
-        "bos_id": "decoder_start_token_id",
-    },
-    defaults={
-        **{"vocab_size": 32128, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8, "dropout_rate": 0.1},
-        **{"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "layer_norm_epsilon": 1e-6},
-        **{"feed_forward_proj": "relu", "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0},
-    },
-    words={
-        "feed_forward_proj": {
-            **{"relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gated-silu": "swiglu", "gated-relu": "reglu"},
-            **{"gated-gelu": "geglu_tanh", "gated-gelu_new": "geglu_tanh"},  # T5's code computes the tanh form
-        }
-    },
-    fields={"position": "t5", "scale": "unscaled", "norm": "rms", "bias": False},
     architectures={
         "T5ForConditionalGeneration": Architecture(
             {"architecture": "encoder_decoder"},
@@ -231,13 +215,54 @@ T5 = Family(
         ),
         "T5EncoderModel": Architecture({**T5_ENCODER, "num_decoder_layers": None}, _t5_block("encoder", "", 1)),
     },
-    tensors={"embeddings.token": "shared"},
-    gated={".wi.": ".wi_1."},
-    ignored=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
-    copies={
-        "lm_head.weight": "shared.weight",
-        "encoder.embed_tokens.weight": "shared.weight",
-        "decoder.embed_tokens.weight": "shared.weight",
-    },
-    tidy=tidy_t5,
+    config=ConfigTable(
+        keys={
+            **TEXT,
+            "embed_dim": "d_model",
+            "head_dim": "d_kv",
+            "ffn_dim": "d_ff",
+            "num_layers": "num_layers",
+            "num_decoder_layers": "num_decoder_layers",
+            "num_heads": "num_heads",
+            "num_buckets": "relative_attention_num_buckets",
+            "max_distance": "relative_attention_max_distance",
+            "dropout": "dropout_rate",
+            "norm_eps": "layer_norm_epsilon",
+            "activation": "feed_forward_proj",
+            "scale_logits": "scale_decoder_outputs",
+            "bos_id": "decoder_start_token_id",
+        },
+        defaults={
+            **{"vocab_size": 32128, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8},
+            **{"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "layer_norm_epsilon": 1e-6},
+            **{
+                "dropout_rate": 0.1,
+                "feed_forward_proj": "relu",
+                "pad_token_id": 0,
+                "eos_token_id": 1,
+                "decoder_start_token_id": 0,
+            },
+        },
+        words={
+            "feed_forward_proj": {
+                **{"relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gated-silu": "swiglu", "gated-relu": "reglu"},
+                **{"gated-gelu": "geglu_tanh", "gated-gelu_new": "geglu_tanh"},  # T5's code computes the tanh form
+            }
+        },
+        fields={"position": "t5", "scale": "unscaled", "norm": "rms", "bias": False},
+        tidy=tidy_t5,
+    ),
+    tensors=TensorTable(
+        names={"embeddings.token": "shared"},
+        gated={".wi.": ".wi_1."},
+        ignored=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
+        copies={
+            "lm_head.weight": "shared.weight",
+            "encoder.embed_tokens.weight": "shared.weight",
+            "decoder.embed_tokens.weight": "shared.weight",
+        },
+    ),
 )
+
+ENCODERS = (BERT, ROBERTA, T5, VIT)
+"""The families, in the order in which ``save_hf`` tries them."""

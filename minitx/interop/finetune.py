@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import logging
 import re
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import torch
 from torch import nn
 
-from minitx.config.schema import Config, Count, Share, check_choice, first_line, read, require
-from minitx.interop.adopt import adopt_hf
-from minitx.interop.files import find_folder
+from minitx.config.schema import Count, check_choice, first_line, read, require
+from minitx.interop.adopt import adopt_hf, fold_back, release_hf
+from minitx.interop.adopted_core import adopted_cores
+from minitx.interop.files import find_folder, write_companions
+from minitx.interop.lora import Lora, adapted_ties, merged, set_untied, with_lora
 from minitx.nn.changes import structure_of
 from minitx.nn.folding import fold_scale as fold
 from minitx.nn.folding import set_scale
@@ -35,33 +33,6 @@ TASKS = {
     "tag": "AutoModelForTokenClassification",
 }
 """The class of transformers for a kind of task (``Task.kind``)."""
-PLACE_OF_ADAPTER = re.compile(r"\.(base_layer|original_module)\.")
-"""The part that PEFT inserts into the name of a weight with an adapter or a trained copy."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lora(Config):
-    """Arguments of ``peft.LoraConfig`` for ``pretrained_hf``.
-
-    Attributes:
-        r: the rank.
-        lora_alpha: the factor of the adapter, divided by r; ``null``: 2r.
-        lora_dropout: probability of dropout before the adapter.
-        target_modules: names of the layers with an adapter, a regular expression for them, or ``all-linear`` (all but the head).
-            An adapter on tied embeddings or their head unties both; on a head with a soft-cap, it is added after the cap and
-            cannot be merged.
-        modules_to_save: other modules to train. The new head of a classifier always is.
-        use_rslora: divide by √r instead of r (Kalajdzievski 2023, arXiv:2312.03732).
-        use_dora: learn direction and magnitude separately (Liu et al. 2024, arXiv:2402.09353).
-    """
-
-    r: Count = 8
-    lora_alpha: Count | None = None
-    lora_dropout: Share = 0.0
-    target_modules: str | tuple[str, ...] = "all-linear"
-    modules_to_save: tuple[str, ...] = ()
-    use_rslora: bool = False
-    use_dora: bool = False
 
 
 def pretrained_hf(
@@ -169,7 +140,7 @@ def _finished(model: Any, options: dict[str, Any], fold_scale: bool = False, lev
         (fold if fold_scale else set_scale)(model, scale)
     if lora is not None:
         lora = lora if isinstance(lora, Lora) else Lora(r=read(Count, lora, "lora"))
-        model = _with_lora(model, lora, options["task"], level)
+        model = with_lora(model, lora, options["task"], level)
         options["lora"] = dataclasses.asdict(lora)
     stored = {name: value for name, value in options.items() if value is not None}
     model.stored_node = {"_target_": "minitx.interop.hf_from_config", **stored, "config": config}
@@ -185,38 +156,43 @@ def load_folder(folder: Path, task: str | None = None, num_labels: int | None = 
     with quiet() as transformers:
         try:
             config = transformers.AutoConfig.from_pretrained(folder, **local)
-            kind, options = _class_for(config, task), dict[str, Any]()
             suffix = TASKS.get(task or "", "").removeprefix("AutoModel")
             new_head = task in ("classify", "tag") and (new_head or not (config.architectures or [""])[0].endswith(suffix))
-            if new_head and num_labels is not None:
-                names = {number: f"LABEL_{number}" for number in range(num_labels)}
-                options = {
-                    "id2label": names,
-                    "label2id": {name: i for i, name in names.items()},
-                    "ignore_mismatched_sizes": True,
-                }
-            model, loading = kind.from_pretrained(
+            model, loading = _class_for(config, task).from_pretrained(
                 folder,
                 dtype="float32",
                 attn_implementation="eager",  # a config may name a kernel of the hub, which is code
                 use_safetensors=True,
                 output_loading_info=True,
                 **local,
-                **options,
+                **(_new_labels(num_labels) if new_head and num_labels is not None else {}),
             )
         except Exception as error:  # transformers raises many kinds
             raise ValueError(f"{folder} cannot be read by transformers: {first_line(error)}") from error
-    inside = f"{model.base_model_prefix}."
     missing = sorted(loading["missing_keys"])
-    if missing and not (new_head and not any(re.search(r"\.\d+\.", name) for name in missing)):  # not part of a layer
+    in_layers = any(re.search(r"\.\d+\.", name) for name in missing)
+    if missing and (in_layers or not new_head):
         raise ValueError(f"{folder} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}")
-    other = {*missing, *(key for key, *_ in loading["mismatched_keys"])}  # transformers has drawn these
-    head = [name for name, _ in model.named_parameters() if not name.startswith(inside)] if new_head else []
-    for layer in {model.get_submodule(name.rpartition(".")[0]) for name in head if name not in other}:
-        layer.reset_parameters()
-    if other or head:
-        log.info("model: %s lacks these weights, so they are new: %s", folder, ", ".join(sorted({*other, *head})))
+    drawn = {*missing, *(key for key, *_ in loading["mismatched_keys"])}
+    if new_head:
+        drawn |= _draw_head(model, drawn)
+    if drawn:
+        log.info("model: %s lacks these weights, so they are new: %s", folder, ", ".join(sorted(drawn)))
     return model.eval()
+
+
+def _new_labels(count: int) -> dict[str, Any]:
+    """Options of ``from_pretrained`` for a new head with ``count`` labels."""
+    names = {number: f"LABEL_{number}" for number in range(count)}
+    return {"id2label": names, "label2id": {name: number for number, name in names.items()}, "ignore_mismatched_sizes": True}
+
+
+def _draw_head(model: Any, drawn: Set[str]) -> set[str]:
+    """Draw the weights of the head that transformers has not ``drawn``. Return the names of all weights of the head."""
+    head = {name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")}
+    for layer in {model.get_submodule(name.rpartition(".")[0]) for name in head - drawn}:
+        layer.reset_parameters()
+    return head
 
 
 def _class_for(config: Any, task: str | None) -> Any:
@@ -253,106 +229,29 @@ def _check_tokenizer(folder: Path, tokenizer: Any) -> None:
         raise ValueError(f"data.tokenizer has other ids than the tokenizer of the model: set data.tokenizer={folder}")
 
 
-def _with_lora(model: Any, lora: Lora, task: str | None, level: int) -> Any:
-    """Add an adapter to the model. Warnings of PEFT are logged at ``level``."""
-    try:
-        import peft
-    except ImportError:
-        raise ImportError("lora needs the package peft: pip install peft") from None
-    arguments = dataclasses.asdict(lora)
-    arguments["lora_alpha"] = 2 * arguments["r"] if arguments["lora_alpha"] is None else arguments["lora_alpha"]
-    arguments["modules_to_save"] = list(arguments["modules_to_save"]) or None
-    kind = {"classify": "SEQ_CLS", "tag": "TOKEN_CLS"}.get(task or "")  # for these PEFT also trains the new head
-    with logging_warnings(level):
-        adapted = peft.get_peft_model(model, peft.LoraConfig(task_type=kind, **arguments))
-    for names in adapted_ties(adapted):
-        if any(not {*tie}.isdisjoint(names) for tie in _ties_without_config(model)):
-            raise ValueError(
-                f"model.lora: {type(model).__name__} always ties {' and '.join(names)}, but the adapter would change only one of "
-                "them: choose other target_modules"
-            )
-        log.log(
-            level,
-            "model.lora: %s are tied, and the adapter changes only one of them: an exported model is untied",
-            " and ".join(names),
-        )
-    return adapted
-
-
-@contextmanager
-def logging_warnings(level: int) -> Iterator[None]:
-    """Log the warnings of PEFT in this context, without deprecations."""
-    with warnings.catch_warnings(record=True, action="always") as caught:
-        yield
-    texts = [" ".join(str(warning.message).split()) for warning in caught if issubclass(warning.category, UserWarning)]
-    for text in dict.fromkeys(texts):
-        log.log(level, "model.lora: %s", text)
-
-
-def adapted_ties(model: nn.Module) -> list[list[str]]:
-    """Return the names of each tied weight that a PEFT adapter changes under one name only, as in the model without adapters."""
-    ties = [names for names in _names_of_weights(model) if any(PLACE_OF_ADAPTER.search(name) for name in names)]
-    return [[PLACE_OF_ADAPTER.sub(".", name.removeprefix("base_model.model.")) for name in names] for names in ties]
-
-
-def _names_of_weights(model: nn.Module) -> list[list[str]]:
-    """The names of each weight with several names."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return [several for several in names.values() if len(several) > 1]
-
-
-def _ties_without_config(model: Any) -> list[list[str]]:
-    """The names of the weights that this class of model ties even with ``tie_word_embeddings=False``."""
-    config = copy.deepcopy(model.config)
-    config.tie_word_embeddings = False
-    with torch.device("meta"):
-        return _names_of_weights(type(model)(config))
-
-
-@torch.no_grad()
-def merged(model: Any) -> Any:
-    """Merge the adapters of a PEFT model into its weights, in place, and return the model.
-
-    Tied weights are untied if an adapter changes them under one name only.
-
-    Raises:
-        ValueError: an adapted layer has a soft-cap. PEFT adds the adapter after the cap, but merging would add it before.
-    """
-    for name, module in model.named_modules():
-        softcap = getattr(getattr(module, "base_layer", None), "softcap", None)
-        if softcap is not None:
-            raise ValueError(
-                f"{name} cannot be merged: its adapter is added after the soft-cap of {softcap}, and would then be added before it; "
-                "train the adapter without this layer (target_modules)"
-            )
-    if adapted_ties(model):
-        _untie(model)
-    with logging_warnings(logging.INFO):
-        return model.merge_and_unload()
-
-
-def _untie(model: nn.Module) -> None:
-    """Untie all weights: each name gets a separate copy, and the configs are changed."""
-    shared = {model.get_parameter(names[0]) for names in _names_of_weights(model)}
-    for module in model.modules():
-        if hasattr(module, "base_layer") and not shared.isdisjoint(module.base_layer.parameters()):  # type: ignore[union-attr]
-            module.base_layer = copy.deepcopy(module.base_layer)  # it may also be used elsewhere without an adapter
-    seen = set[nn.Parameter]()
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter in seen:
-                setattr(module, name, nn.Parameter(parameter.clone(), requires_grad=parameter.requires_grad))
-            seen.add(parameter)
-    set_untied(model)
-
-
-def set_untied(model: nn.Module) -> None:
-    """Set ``tie_word_embeddings=False`` in the configs of a Hugging Face model."""
-    for module in model.modules():
-        if getattr(getattr(module, "config", None), "tie_word_embeddings", False):
-            module.config.tie_word_embeddings = False  # type: ignore[union-attr]
+def save_finetuned(
+    model: Any,
+    folder: Path,
+    *,
+    tokenizer: Any,
+    chat_template: str | None,
+    facts: Mapping[str, Any],
+    labels: Sequence[str] = (),
+    first_id: int | None = None,
+) -> None:
+    """Save a model of transformers with ``save_pretrained``, after merging LoRA and removing our attention core."""
+    unties = bool(adapted_ties(model))
+    model = merged(model) if hasattr(model, "merge_and_unload") else model
+    if any(module.core.scale is not None for module in adopted_cores(model).values()):
+        fold_back(model)  # configs of transformers cannot store a scale
+    model = release_hf(model) if adopted_cores(model) else model
+    if unties:
+        set_untied(model)  # after release_hf, because it restores the original configs
+    if labels:
+        model.config.id2label, model.config.label2id = dict(enumerate(labels)), {name: i for i, name in enumerate(labels)}
+    with quiet():
+        model.save_pretrained(str(folder))
+    write_companions(folder, model, type(model).__name__, tokenizer, chat_template, facts, first_id)
 
 
 @contextmanager

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from minitx.config import to_dict
 from minitx.data.tokenizer_folder import load_tokenizer
 from minitx.data.tokenizers import Tokenizer
-from minitx.interop.decoders import GEMMA2, GEMMA3, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3
-from minitx.interop.encoders import BERT, ROBERTA, T5, VIT
-from minitx.interop.families import Architecture, Family, UnsupportedError, find_architecture, read_config, unlike, write_config
+from minitx.interop.config_json import UnsupportedError, find_architecture, read_config, unlike, write_config
+from minitx.interop.decoders import DECODERS
+from minitx.interop.encoders import ENCODERS
+from minitx.interop.family import Architecture, Family
 from minitx.interop.files import (
     TOKENIZER,
     CanSave,
@@ -32,9 +33,7 @@ from minitx.nn.changes import changes_of, hooked_modules, joined
 from minitx.nn.models import TransformerModel, build_model
 
 log = logging.getLogger(__name__)
-FAMILIES = {
-    family.model_type: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, BERT, ROBERTA, T5, VIT)
-}
+FAMILIES = {family.model_type: family for family in (*DECODERS, *ENCODERS)}
 ELSEWHERE = "transformers can build such a model: pretrained_hf(folder, adopt=True), or model=hf model.adopt=true in a run"
 
 
@@ -80,7 +79,7 @@ def load_hf(
     try:
         architecture = find_architecture(family, values)
         ignored = [ignore] if isinstance(ignore, str) else ignore
-        tensors = _read_files(folder, family, [*family.ignored, *architecture.ignored, *ignored])
+        tensors = _read_files(folder, family, [*family.tensors.ignored, *architecture.ignored, *ignored])
         config, passed = read_config(family, architecture, values, tensors)
         with torch.device("meta"):
             model = build_model(config)
@@ -182,7 +181,7 @@ def _check_unchanged(model: nn.Module) -> None:
     if not isinstance(model, TransformerModel):
         hint = "save other models with their own library"
         if hasattr(model, "merge_and_unload"):
-            from minitx.interop.finetune import adapted_ties
+            from minitx.interop.lora import adapted_ties
 
             hint = "merge_and_unload() returns the model"
             for names in adapted_ties(model):  # PEFT would merge the adapter of one name into the shared weight
@@ -204,15 +203,15 @@ def _read_files(folder: Path, family: Family, ignored: Sequence[str]) -> dict[st
     """Return the tensors of the folder that are not ignored, by their names without the prefix."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in read_shards(folder):
-        plain = name.removeprefix(family.prefix)
-        for old, new in family.renames.items():
+        plain = name.removeprefix(family.tensors.prefix)
+        for old, new in family.tensors.renames.items():
             plain = plain.replace(old, new)
         if any(fnmatchcase(spelling, pattern) for spelling in (name, plain) for pattern in ignored):
             continue
         if plain in tensors:
-            raise ValueError(f"the weights contain {plain} twice, with and without the prefix {family.prefix}")
+            raise ValueError(f"the weights contain {plain} twice, with and without the prefix {family.tensors.prefix}")
         tensors[plain] = tensor
-    for copy, original in family.copies.items():  # a file may contain only the copy
+    for copy, original in family.tensors.copies.items():  # a file may contain only the copy
         if original not in tensors and copy in tensors:
             tensors[original] = tensors.pop(copy)
     return tensors
@@ -237,27 +236,37 @@ class Place(NamedTuple):
 
 
 def _places(model: TransformerModel, family: Family, architecture: Architecture, prefix: str = "") -> dict[str, Place]:
-    """Return the place of each parameter that is in the table. ``prefix`` is added to names outside the head."""
-    table = {ours: prefix + theirs for ours, theirs in family.tensors.items()} | dict(architecture.tensors)
-    gated = family.gated if "glu" in model.config.activation else {}
+    """Return the place of each parameter that is in the table. ``prefix`` is added to names outside the head.
+
+    In GPT-2, for example, ``blocks.3.attention.k_proj.weight`` (E, E) is part 1 of 3 of ``h.3.attn.c_attn.weight`` (E, 3E), transposed.
+    """
+    table = family.tensors
+    theirs_of = {ours: prefix + theirs for ours, theirs in table.names.items()} | dict(architecture.tensors)
+    replacements = table.gated if "glu" in model.config.activation else {}
     places: dict[str, Place] = {}
     for name, parameter in model.named_parameters():
-        pattern, layer = re.sub(r"\.\d+\.", ".*.", name), "".join(re.findall(r"\.(\d+)\.", name)[:1])
-        module, _, kind = pattern.rpartition(".")
-        key, end = (pattern, "") if pattern in table else (module, f".{kind}")
-        if key not in table:
+        ours = re.sub(r"\.\d+\.", ".*.", name)  # blocks.*.attention.k_proj.weight
+        module, _, kind = ours.rpartition(".")
+        key = ours if ours in theirs_of else module  # the table names a parameter, or a module for its weight and bias
+        if key not in theirs_of:
             continue
-        theirs = table[key].replace("*", layer) + end
-        for plain, replacement in gated.items():
+        theirs = theirs_of[key] + ("" if key == ours else f".{kind}")
+        if layer := re.search(r"\.(\d+)\.", name):
+            theirs = theirs.replace("*", layer[1])
+        for plain, replacement in replacements.items():
             theirs = theirs.replace(plain, replacement)
-        parts = [ours for ours in table if table[ours] == table[key]]
-        is_transposed = family.is_transposed and parameter.dim() == 2 and key.startswith("blocks.")
-        shape = (parameter.shape[0] * len(parts), *parameter.shape[1:])
-        if pattern in family.shapes:
-            shape = family.shapes[pattern](model.config, shape)
-        shift = family.norm_shift if key.endswith("norm") else 0.0
-        part = parts.index(key), len(parts)
-        places[name] = Place(theirs, shape[::-1] if is_transposed else shape, part, is_transposed, shift)
+        joined_keys = [other for other in theirs_of if theirs_of[other] == theirs_of[key]]  # q_proj, k_proj, v_proj
+        shape = (parameter.shape[0] * len(joined_keys), *parameter.shape[1:])
+        if ours in table.shapes:
+            shape = table.shapes[ours](model.config, shape)
+        is_transposed = table.is_transposed and parameter.dim() == 2 and key.startswith("blocks.")
+        places[name] = Place(
+            name=theirs,
+            shape=shape[::-1] if is_transposed else shape,
+            part=(joined_keys.index(key), len(joined_keys)),
+            is_transposed=is_transposed,
+            shift=table.norm_shift if key.endswith("norm") else 0.0,
+        )
     return places
 
 
@@ -288,11 +297,11 @@ def _put_tensors(
             tensor = tensor.to(dtype or tensor.dtype).contiguous()
             fresh[name] = tensor + place.shift if place.shift else tensor
     known = {place.name for place in places.values()}
-    extra = tensors.keys() - known - family.copies.keys()
+    extra = tensors.keys() - known - family.tensors.copies.keys()
     faults += [f"{name} {tuple(tensors[name].shape)} is unexpected: it is in the file, but not in this model" for name in extra]
-    for name in (tensors.keys() & family.copies.keys()) - known:
-        if not torch.equal(tensors[name], tensors[family.copies[name]]):
-            faults.append(f"{name} differs from {family.copies[name]}, but the config ties them")
+    for name in (tensors.keys() & family.tensors.copies.keys()) - known:
+        if not torch.equal(tensors[name], tensors[family.tensors.copies[name]]):
+            faults.append(f"{name} differs from {family.tensors.copies[name]}, but the config ties them")
     if faults:
         listed = "; ".join(sorted(faults))
         modules = {name.rpartition(".")[0] for name in known}
@@ -304,13 +313,13 @@ def _put_tensors(
 
 def _write_tensors(model: TransformerModel, family: Family, architecture: Architecture) -> dict[str, Tensor]:
     """Return the parameters by their names and in their layout."""
-    prefix = "" if architecture.is_base else family.prefix
+    prefix = "" if architecture.is_base else family.tensors.prefix
     places, tensors = _places(model, family, architecture, prefix), dict[str, Tensor]()
     for name, parameter in model.named_parameters():
         place = places[name]
         part = place.view(tensors.setdefault(place.name, torch.empty(place.shape, dtype=parameter.dtype)))
         part.copy_((parameter.detach() - place.shift).reshape(part.shape))
-    types = family.tensors.get("embeddings.token_type")
+    types = family.tensors.names.get("embeddings.token_type")
     if types is not None and not model.config.type_vocab_size:  # transformers would fill the table with random numbers
         tensors[f"{prefix}{types}.weight"] = torch.zeros(1, model.config.embed_dim, dtype=next(model.parameters()).dtype)
     for copy, name in {} if model.config.tie_embeddings else architecture.twice.items():

@@ -17,7 +17,7 @@ import torch
 
 from minitx.config import ConfigError, TrainerConfig
 from minitx.config.schema import check_choice, require
-from minitx.data.task import kept_generators
+from minitx.data.seeding import kept_generators
 from minitx.nn.precision import widest_float
 from minitx.training import kept_environment
 from minitx.training.onednn import onednn_products

@@ -25,7 +25,8 @@ from minitx.config import ConfigError, Part, RunConfig, TrainerConfig
 from minitx.config.schema import first_line, require
 from minitx.config.training import LOADING
 from minitx.data.datamodule import DataModule
-from minitx.data.task import Task, kept_generators
+from minitx.data.seeding import kept_generators
+from minitx.data.task import Task
 from minitx.training.callbacks import check_whole_weights
 from minitx.training.devices import check_accelerator, cpu_precision, device_of
 from minitx.training.fit import build_all, log_on_rank_zero

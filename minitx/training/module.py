@@ -25,7 +25,8 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from minitx.config import IGNORED, ConfigError, Part, TrainerConfig
 from minitx.config.schema import FailedRunError, require
 from minitx.data.datamodule import DataModule
-from minitx.data.task import Batch, Task, seed_device
+from minitx.data.seeding import seed_device
+from minitx.data.task import Batch, Task
 from minitx.nn.changes import joined
 from minitx.nn.precision import widest_float
 from minitx.nn.transfer import to_host

@@ -25,7 +25,8 @@ from minitx.config.part import FROM_PYTHON
 from minitx.config.schema import nearest, require, stated
 from minitx.config.training import MODEL
 from minitx.data.lightning_data import FIRST_INPUT, lightning_base, overrides
-from minitx.data.task import Batch, Task, seed_device, without_targets
+from minitx.data.seeding import seed_device
+from minitx.data.task import Batch, Task, without_targets
 from minitx.nn.arguments import Arguments
 from minitx.nn.changes import changes_of, hooked_modules, joined
 from minitx.nn.modes import evaluating

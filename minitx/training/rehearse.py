@@ -34,7 +34,9 @@ from torch import Tensor, nn
 from minitx.config import ConfigError, Part
 from minitx.config.schema import first_line
 from minitx.data.datamodule import DataModule
-from minitx.data.task import Batch, Draw, Split, counting, kept_generators, num_targets, select_rows
+from minitx.data.seeding import Draw, kept_generators
+from minitx.data.splits import Split
+from minitx.data.task import Batch, counting, num_targets, select_rows
 from minitx.nn.modes import evaluating
 from minitx.training import StoppedError
 from minitx.training.checkpoint_files import load_weights, network_weights, read_checkpoint

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from minitx.analysis import intervene, read_snapshots, take_snapshot
-from minitx.analysis.answers import Asked, Question, read_answers
-from minitx.analysis.interventions import answers_without_heads
-from minitx.analysis.snapshot import write_snapshot
+from minitx.analysis.answers import Question, Questions, read_answers
+from minitx.analysis.experiments import answers_without_heads
+from minitx.analysis.saved_snapshots import write_snapshot
 from tests.analysis.models import IDS, model_of, translation_of
 
-ASKED = Asked("input_ids", [[Question("a?", 1, 3, 0), Question("b?", 4)], [Question("c?", 0, 8)]], 11, lambda i: f"<{i}>")
+ASKED = Questions("input_ids", [[Question("a?", 1, 3, 0), Question("b?", 4)], [Question("c?", 0, 8)]], 11, lambda i: f"<{i}>")
 
 
 def test_an_answer_is_the_largest_logit_and_its_loss_is_that_of_the_right_one():
@@ -32,7 +32,7 @@ def test_an_answer_is_the_largest_logit_and_its_loss_is_that_of_the_right_one():
 
 
 def test_an_answer_for_a_whole_row_and_outputs_that_are_no_logits():
-    whole = Asked("input_ids", [[Question("?", None, 2)], [Question("?", None, 0)]], 3, str)
+    whole = Questions("input_ids", [[Question("?", None, 2)], [Question("?", None, 0)]], 3, str)
     logits = torch.tensor([[0.0, 0.0, 9.0], [0.0, 0.0, 9.0]])
     assert [one.is_right for (one,) in read_answers({"logits": logits}, whole)] == [True, False]
     for output in (torch.zeros(2, 5, 7), torch.zeros(2, 11), None):
@@ -42,20 +42,20 @@ def test_an_answer_for_a_whole_row_and_outputs_that_are_no_logits():
 
 def test_a_snapshot_keeps_the_answers_and_its_file_and_its_sentences_have_them(tmp_path):  # row 0 begins with padding
     mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]]).bool()
-    asked = Asked("input_ids", [[Question("a?", 2, 3, 1)], [Question("c?", 0, 8)]], 11, str)
+    asked = Questions("input_ids", [[Question("a?", 2, 3, 1)], [Question("c?", 0, 8)]], 11, str)
     snapshot = take_snapshot(model_of(), {"input_ids": IDS, "key_mask": mask}, asked=asked, step=7)
     ((one,),) = snapshot.sentence(0).answers.rows
     assert (one.at, one.key, one.loss) == (1, 0, snapshot.answers.rows[0][0].loss)
     write_snapshot(snapshot, tmp_path)
     assert read_snapshots(tmp_path)[0].answers == snapshot.answers
     assert take_snapshot(model_of(), IDS).answers is None
-    other = Asked("input_ids", ASKED.rows, 12, str)  # the model has 11
+    other = Questions("input_ids", ASKED.rows, 12, str)  # the model has 11
     assert take_snapshot(model_of(), IDS, asked=other).answers is None
 
 
 def test_answers_of_a_decoder_are_left_out_where_its_positions_are_not_shown():
     inputs = {"input_ids": IDS, "decoder_input_ids": IDS}
-    asked = Asked("decoder_input_ids", [[Question("?", 1, 2)]] * 2, 11, str)
+    asked = Questions("decoder_input_ids", [[Question("?", 1, 2)]] * 2, 11, str)
     assert take_snapshot(translation_of(), inputs, asked=asked).answers is not None
     assert take_snapshot(translation_of(), inputs, asked=asked, layers=["encoder"]).answers is None
 
@@ -71,7 +71,7 @@ def test_without_a_head_the_answers_are_those_of_the_model_whose_head_gives_zero
             assert rows[0][0].loss == pytest.approx(-logs[0, 1, 3].item(), rel=1e-5)
             assert math.isclose(rows[1][0].top[0][1], logs[1, 0].max().exp().item(), rel_tol=1e-5)
     with pytest.raises(ValueError, match="returns no logits over 12 answers"):
-        answers_without_heads(model, {"input_ids": IDS}, Asked("input_ids", ASKED.rows, 12, str))
+        answers_without_heads(model, {"input_ids": IDS}, Questions("input_ids", ASKED.rows, 12, str))
     model.register_forward_pre_hook(lambda _, args, given: (args, {"input_ids": given["input_ids"]}), with_kwargs=True)
     # the heads are on other devices than the first input
     elsewhere = {"first": torch.zeros(2, device="meta"), "input_ids": IDS}

@@ -27,9 +27,9 @@ from minitx.analysis import (
     zhai_entropy_bound,
 )
 from minitx.analysis.answers import next_tokens
+from minitx.analysis.experiments import with_knock_outs
 from minitx.analysis.gradients import gradient_statistics
-from minitx.analysis.interventions import with_knock_outs
-from minitx.analysis.snapshot import write_snapshot
+from minitx.analysis.saved_snapshots import write_snapshot
 from minitx.analysis.statistics import logit_step, token_cosine
 from minitx.config import TransformerConfig
 from minitx.nn import AttentionCall, DecoderLM, EncoderDecoder

@@ -15,8 +15,8 @@ from torch.nn.functional import pad  # noqa: E402
 from transformers import DynamicCache, EncoderDecoderCache  # noqa: E402
 
 from minitx.analysis import capture, intervene, knock_out_heads, logit_lens, patch_heads, take_snapshot  # noqa: E402
-from minitx.analysis.answers import Asked, Question  # noqa: E402
-from minitx.analysis.interventions import answers_without_heads  # noqa: E402
+from minitx.analysis.answers import Question, Questions  # noqa: E402
+from minitx.analysis.experiments import answers_without_heads  # noqa: E402
 from minitx.analysis.token_places import with_positions  # noqa: E402
 from minitx.analysis.viewer import view  # noqa: E402
 from minitx.generation import beam_search, generate  # noqa: E402
@@ -65,7 +65,7 @@ def test_every_tool_that_calls_a_model_shows_it_at_the_positions_of_the_text(wra
         ]
         knocked = []
         for at, inputs in ((2, ALONE), (6, PADDED)):
-            asked = Asked("input_ids", [[Question("What follows?", at, right=5)]], 99, str)
+            asked = Questions("input_ids", [[Question("What follows?", at, right=5)]], 99, str)
             found = answers_without_heads(model, inputs, asked)
             knocked.append(torch.tensor([[rows[0][0].loss for rows in heads] for heads in found.values()]))
         view(model, PADDED)

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from minitx.data.corpus import TokenArray, tokenised
-from minitx.data.task import Batch, Split, Task, as_split, generator
+from minitx.data.seeding import generator
+from minitx.data.splits import Split, as_split
+from minitx.data.task import Batch, Task
 
 POEM = "Once upon a midnight dreary, while I pondered, weak and weary,\nOver many a quaint and curious volume\n\n"
 

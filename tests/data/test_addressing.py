@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from minitx.data.batches import Address, AddressedLoader, Addresses, Source, rows_of
-from minitx.data.task import generator
+from minitx.data.seeding import generator
 
 
 class Counting(Source):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from minitx.config import ConfigError
-from minitx.data.file_formats import load_table
+from minitx.data.tables import load_table
 from minitx.data.tokenizer_folder import load_tokenizer
 from minitx.interop import load_hf
 

@@ -9,7 +9,8 @@ from PIL import Image
 from minitx.config import ConfigError
 from minitx.data import digits, images
 from minitx.data.classification import LabelledImages
-from minitx.data.task import as_split, generator
+from minitx.data.seeding import generator
+from minitx.data.splits import as_split
 from tests.data.conftest import batch_of
 
 SQUARE = np.arange(25, dtype=np.uint8).reshape(1, 1, 5, 5)

@@ -7,7 +7,7 @@ import torch
 from minitx.data import masked
 from minitx.data.batches import Address, TrainSource, ValSource
 from minitx.data.corpus import MaskedRows, TokenArray, TrainingWindows, ValidationWindows, unigram_nll
-from minitx.data.task import as_split
+from minitx.data.splits import as_split
 from tests.data.conftest import batch_of, split_of
 
 

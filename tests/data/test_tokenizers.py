@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from minitx.config import ConfigError
-from minitx.data.task import find_tokenizer
 from minitx.data.token_labels import token_texts
+from minitx.data.tokenizer_choice import find_tokenizer
 from minitx.data.tokenizer_folder import load_tokenizer
 from minitx.data.tokenizers import (
     LONGEST_WORD,

@@ -7,7 +7,7 @@ import pytest
 
 from minitx.config import ConfigError
 from minitx.data import dates, pairs
-from minitx.data.task import as_split
+from minitx.data.splits import as_split
 from minitx.data.translation import LOCALES, date_patterns, write_date
 from tests.data.conftest import batch_of, total_left_out
 

@@ -30,9 +30,10 @@ from minitx.config import ParameterRule, Part, RunConfig, TransformerConfig, to_
 from minitx.config.part import FROM_THE_RUN, find_target
 from minitx.config.schema import config_class_of
 from minitx.config.training import CALLBACKS, LOADING
-from minitx.data.file_formats import load_tables
-from minitx.data.task import find_or_train_tokenizer
-from minitx.interop.finetune import Lora, pretrained_hf
+from minitx.data.tables import load_tables
+from minitx.data.tokenizer_choice import find_or_train_tokenizer
+from minitx.interop.finetune import pretrained_hf
+from minitx.interop.lora import Lora
 from minitx.training import optimizers
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from minitx.data.task import generator
+from minitx.data.seeding import generator
 from minitx.nn import DotProductAttention, MultiHeadAttention
 from tests.examples.conftest import ROOT, scripts
 

@@ -21,7 +21,7 @@ from minitx.analysis import capture, intervene
 from minitx.analysis.recorder import watch
 from minitx.analysis.statistics import real_keys
 from minitx.interop import adopt_hf, release_hf
-from minitx.interop.adopt import adopted_cores
+from minitx.interop.adopted_core import adopted_cores
 from minitx.nn import MultiHeadAttention, Padding, fold_scale, is_recomputing, set_scale, swap_attention
 from minitx.training.sharding import layers_of, parallelize
 from tests.interop.families import (
@@ -503,7 +503,7 @@ def test_layers_that_run_again_after_another_call_have_their_own_padding_and_att
     for inputs in (left, right):
         assert sum(torch.equal(keys, inputs["attention_mask"].bool()) for keys in sources) == len(sources) / 2 > 0
     assert sum(wanted for _, wanted, _ in again) == len(again) / 2
-    assert model.adoption.running.calls == []
+    assert model.adoption.tracker.running.calls == []
 
 
 @pytest.mark.parametrize("backend", ["math", "sdpa", "chunked"])
@@ -531,7 +531,7 @@ def test_release_gives_the_checkpoint_function_back_and_a_copy_has_its_own():
     function = model.model.layers[0]._gradient_checkpointing_func
     _, wanted = gradients(model, inputs, counts)
     twin = copy.deepcopy(model)
-    assert twin.model.layers[0]._gradient_checkpointing_func.adoption is twin.adoption is not model.adoption
+    assert twin.model.layers[0]._gradient_checkpointing_func.tracker is twin.adoption.tracker is not model.adoption.tracker
     assert_same_gradients(gradients(twin, inputs, counts)[1], wanted)
     assert release_hf(model).model.layers[0]._gradient_checkpointing_func is function
     assert_same_gradients(gradients(model, inputs, counts)[1], wanted)
@@ -616,10 +616,10 @@ def test_a_positional_mask_is_padding_too_and_is_forgotten_after_the_call():
         model(inputs["input_ids"], inputs["attention_mask"])
     seen = keys_that_count(model.model, **inputs)
     assert all(torch.equal(mask, inputs["attention_mask"].bool()) for mask in seen.values())
-    assert model.adoption.running.calls == []
+    assert model.adoption.tracker.running.calls == []
     with pytest.raises(AttributeError), torch.no_grad():
         model(**inputs, past_key_values=3)  # a call that fails
-    assert model.adoption.running.calls == []
+    assert model.adoption.tracker.running.calls == []
 
 
 def test_padding_of_a_text_is_known_after_a_model_of_pictures_has_run():
@@ -654,7 +654,7 @@ def test_a_mask_of_floats_that_a_layer_makes_for_itself_is_not_kept_until_the_mo
     model, kept = transformers.DogeForCausalLM(transformers.DogeConfig(**GROUPED)).eval(), []
     inputs = inputs_of("Llama", pad="left")[0]
     real, wanted = inputs["attention_mask"].bool(), answer_to(model, inputs).logits
-    model.lm_head.register_forward_pre_hook(lambda *_: kept.append(list(model.adoption.call.masks)))
+    model.lm_head.register_forward_pre_hook(lambda *_: kept.append(list(model.adoption.tracker.call.masks)))
     assert_near(answer_to(adopt_hf(model), inputs).logits[real], wanted[real])
     assert kept == [[]]
 
@@ -734,7 +734,7 @@ def test_weights_are_computed_in_the_calls_that_ask_for_them_only():
     model, ids = adopt_hf(build("T5")), inputs_of("T5", pad="left")[0]["input_ids"]
     for wanted in (True, False):
         model.encoder(ids, output_attentions=wanted)
-        assert model.adoption.needs_weights == wanted
+        assert model.adoption.tracker.needs_weights == wanted
 
 
 @pytest.mark.parametrize("name", QUICK)

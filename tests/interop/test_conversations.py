@@ -12,7 +12,7 @@ from tokenizers import models, normalizers, pre_tokenizers
 
 from minitx.config import ConfigError
 from minitx.data import classify, pairs
-from minitx.data.task import as_split
+from minitx.data.splits import as_split
 from minitx.data.tokenizer_folder import load_tokenizer
 from minitx.data.tokenizers import Tokenizer, fingerprint, train_tokenizer
 from minitx.interop.conversations import TEMPLATE, ChatFormat, chat

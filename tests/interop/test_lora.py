@@ -6,9 +6,9 @@ import pytest
 import torch
 import transformers
 
-from minitx.cli.export import save_theirs
 from minitx.interop import hf_from_config, pretrained_hf
-from minitx.interop.finetune import Lora
+from minitx.interop.finetune import save_finetuned
+from minitx.interop.lora import Lora
 from minitx.training.checkpoint_files import load_weights
 
 V = 61
@@ -81,7 +81,7 @@ def again(model):
 
 
 def exported(model, name, folder):
-    save_theirs(model, folder, tokenizer=None, chat_template=None, facts={})
+    save_finetuned(model, folder, tokenizer=None, chat_template=None, facts={})
     found, report = getattr(transformers, AUTO[FAMILIES[name][0]]).from_pretrained(folder, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
     return found

@@ -18,7 +18,7 @@ from torch import nn
 
 from minitx.check.properties import compare, hidden_tokens, later_tokens, rounding
 from minitx.interop import adopt, adopt_hf, release_hf
-from minitx.interop.adopt import adopted_cores
+from minitx.interop.adopted_core import adopted_cores
 from minitx.interop.trial import Trial, answer, made_up_inputs, settled
 from tests import pretend
 from tests.interop.families import (

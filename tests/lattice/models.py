@@ -37,7 +37,7 @@ from minitx.interop import (
     release_hf,
     save_hf,
 )
-from minitx.interop.finetune import merged
+from minitx.interop.lora import merged
 from minitx.nn import fold_scale, set_scale
 from minitx.nn.changes import changes_of
 from minitx.training.optimizers import adamw

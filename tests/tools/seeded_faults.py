@@ -218,21 +218,21 @@ WRITTEN = (
     Fault(
         "adopted_autocast",
         "adopted × rotary × autocast: the query stays in float32 beside values in bfloat16",
-        "minitx/interop/adopt.py:_attention",
-        "query, key = query.to(value), key[:, :, :S].to(value)",
-        "key = key[:, :, :S].to(value)",
+        "minitx/interop/adopted_core.py:attention_function",
+        "query, key = call.query.to(value), call.key[:, :, :S].to(value)",
+        "query, key = call.query, call.key[:, :, :S].to(value)",
     ),
     Fault(
         "intervene_values_grouped",
         "intervene on values × grouped heads: the keys go to other heads",
-        "minitx/analysis/interventions.py:_Part.enter",
+        "minitx/analysis/interventions.py:_Change.enter",
         "(tensor.repeat_interleave(group, dim=1) for tensor in (call.key, call.value))",
         "(tensor.repeat(1, group, 1, 1) for tensor in (call.key, call.value))",
     ),
     Fault(
         "lora_tied",
         "LoRA × tied embeddings: the merge of one changes the other",
-        "minitx/interop/finetune.py:merged",
+        "minitx/interop/lora.py:merged",
         "_untie(model)",
         "pass",
     ),
@@ -510,12 +510,13 @@ SUITE = {
     "training/run": ("training/test_steps", "training/test_outcome", "training/test_parts", "training/test_foreign"),
     "analysis": ("analysis/test_capture", "analysis/test_intervene", "analysis/test_adopted"),
     "interop": ("interop/test_adopt", "nn/test_fold_scale", "interop/test_lora"),
+    "interop/lora": ("interop/test_lora",),
     "interop/finetune": ("interop/test_lora", "cli/test_finetune", "training/test_huggingface"),
     "interop/weights": ("interop/test_folder", "cli/test_export"),
     "generation": ("test_generation", "cli/test_generate", "training/test_samples"),
     "data": ("data/test_addressing", "data/test_task", "data/test_data_module", "data/test_lightning_data", "training/test_module"),
     "data/documents": ("data/test_documents", "data/test_streaming"),
-    "data/translation": ("data/test_translation", "data/test_file_formats"),
+    "data/translation": ("data/test_translation", "data/test_tables"),
 }  # fmt: skip
 """The quick tests of a module, beside those of its name; the longest entry that its path begins with."""
 

@@ -24,7 +24,8 @@ from minitx.cli import evaluate, export, generate, view
 from minitx.cli.compose import compose_config
 from minitx.cli.train import run_on_devices
 from minitx.config import ConfigError, EvaluationConfig, TrainerConfig
-from minitx.data.task import Task, kept_generators, seed_device
+from minitx.data.seeding import kept_generators, seed_device
+from minitx.data.task import Task
 from minitx.nn.precision import widest_float
 from minitx.nn.transfer import to_device, to_host
 from minitx.training.checkpoints import move_to_device

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 
 from minitx.config import ConfigError, EvaluationConfig, node
 from minitx.data.datamodule import DataModule, open_data
-from minitx.data.task import Task, as_split
+from minitx.data.splits import as_split
+from minitx.data.task import Task
 from minitx.nn import build_model
 from minitx.training import evaluation
 from minitx.training.evaluation import Evaluation, evaluate, objective_on, ratio_interval, share_interval

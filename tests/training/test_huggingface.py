@@ -20,7 +20,7 @@ from minitx.config import ConfigError
 from minitx.data.datamodule import open_data
 from minitx.data.tokenizers import train_tokenizer
 from minitx.interop import hf_from_config, pretrained_hf
-from minitx.interop.finetune import Lora
+from minitx.interop.lora import Lora
 from minitx.training.checkpoints import load_model, load_stored
 from minitx.training.run import open_parts, train
 from tests.ablation.pretended_runs import Here

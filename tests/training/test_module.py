@@ -14,7 +14,8 @@ from torch import nn
 
 from minitx.config import ConfigError, RunConfig, TrainerConfig, node
 from minitx.data.batches import Address, ValSource
-from minitx.data.task import Task, as_split
+from minitx.data.splits import as_split
+from minitx.data.task import Task
 from minitx.training.metrics_csv import read_metrics
 from minitx.training.module import Latch, NonFiniteError, TrainingModule, hash_seed
 from minitx.training.objectives import CrossEntropy

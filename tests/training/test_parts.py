@@ -145,7 +145,7 @@ def test_of_data_a_checkpoint_may_name_our_data_sets_alone():
     assert {"minitx.data.kjv", "minitx.data.hf", "minitx.data.kv_lookup"} <= data_sets()
     for target in data_sets():
         check_trusted({"_target_": target, "path": "x"}, "data")
-    others = "minitx.data.Task", "minitx.data.corpus.kjv", "minitx.data.file_formats.load_table", "torch.nn.Linear", "own.load"
+    others = "minitx.data.Task", "minitx.data.corpus.kjv", "minitx.data.tables.load_table", "torch.nn.Linear", "own.load"
     for target in others:
         with pytest.raises(ConfigError, match=r"^data\._target_=.*is not a data set of minitx.*trust=true"):
             check_trusted({"_target_": target}, "data")

@@ -7,9 +7,12 @@ import pytest
 import torch
 
 from minitx.analysis.answers import next_tokens
-from minitx.analysis.questions import questions_of, token_namer
+from minitx.analysis.questions import questions_of
 from minitx.data.recall import induction, kv_lookup, multi_query_recall
-from minitx.data.task import Task, as_split, generator, position_texts
+from minitx.data.seeding import generator
+from minitx.data.splits import as_split
+from minitx.data.task import Task
+from minitx.data.token_labels import position_texts, token_namer
 from minitx.data.tokenizers import train_tokenizer
 
 LETTERS = train_tokenizer("char", ["abcde"])

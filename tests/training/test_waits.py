@@ -150,7 +150,13 @@ def test_a_step_waits_for_nothing_a_row_and_a_validation_for_little(make_config,
 
 
 OF_A_PROBE = ("analysis/probe.py", "analysis/gradients.py")
-OF_A_FILE = ("analysis/snapshot.py", "analysis/answers.py", "analysis/questions.py", "data/task.py")
+OF_A_FILE = (
+    "analysis/snapshot_sources.py",
+    "analysis/saved_snapshots.py",
+    "analysis/answers.py",
+    "analysis/questions.py",
+    "data/token_labels.py",
+)
 
 
 def without_probes(counted, step):

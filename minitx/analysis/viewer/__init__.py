@@ -24,19 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from minitx.analysis.answers import Answer, Answers, Asked, next_tokens
-from minitx.analysis.interventions import with_knock_outs
+from minitx.analysis.answers import Answer, Answers, Questions, next_tokens
+from minitx.analysis.attention_map import AttentionMap
+from minitx.analysis.experiments import with_knock_outs
 from minitx.analysis.recorder import layer_numbers
-from minitx.analysis.snapshot import (
-    MASKS_OF,
-    SOURCE,
-    TARGET,
-    AttentionMap,
-    Snapshot,
-    named_inputs,
-    snapshot_of_weights,
-    take_snapshot,
-)
+from minitx.analysis.snapshot import MASKS_OF, SOURCE, TARGET, Snapshot
+from minitx.analysis.snapshot_sources import named_inputs, snapshot_of_weights, take_snapshot
 from minitx.config.schema import stated
 
 __all__ = ["Trace", "View", "playground", "view", "viewer_page"]
@@ -212,7 +205,7 @@ def _namer(tokenizer: Any) -> Callable[[int], str]:
     return name
 
 
-def _next_tokens(model: nn.Module, batch: Mapping[str, Any], name_of: Callable[[int], str]) -> Asked | None:
+def _next_tokens(model: nn.Module, batch: Mapping[str, Any], name_of: Callable[[int], str]) -> Questions | None:
     """The questions of a model with ``config.vocab_size`` at real tokens. The token after the last real one is not known."""
     axis, size = TARGET if TARGET in batch else SOURCE, stated(getattr(model, "config", None), "vocab_size", int)
     if size is None or axis not in batch:

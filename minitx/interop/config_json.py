@@ -1,23 +1,18 @@
-"""The table of a family of models, which translates ``config.json`` and the names of tensors.
+"""Translate ``config.json`` of a family of models to our config and back.
 
-A ``Family`` maps the fields of ``TransformerConfig`` to keys of ``config.json``, and our tensors to theirs. Every key of a
-``config.json`` is translated, must have a certain value (``required``), or is ignored because it does not change what the model
-computes. Any other key is an error.
+Every key of a ``config.json`` is translated, must have a certain value (``required``), or is ignored because it does not change what the
+model computes. Any other key is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 from minitx.config import ConfigError, TransformerConfig, from_dict, to_dict
+from minitx.interop.family import Architecture, ConfigTable, Family, Values
 from minitx.nn.positions import RotaryScaling
-
-Values = dict[str, Any]
-Shape = tuple[int, ...]
-Tidy = Callable[[Values, Collection[str]], Values]
 
 # patterns of keys that do not change what a trained model computes, in any family that does not read them
 HARMLESS = (
@@ -32,8 +27,6 @@ HARMLESS = (
     *("n_ctx", "n_positions", "n_special", "predict_special_tokens", "directionality", "pooler_*", "encoder_stride"),
     *("pretraining_tp", "hidden_act", "dense_act_fn", "is_gated_act", "is_encoder_decoder"),  # they follow from other keys
 )
-# the key under which ``Family.tidy`` lists options that our blocks do not support
-FAULTS = "__faults__"
 # fields of our config that do not change what a trained model computes
 TRAINING = ("dropout", "stochastic_depth", "checkpointing", "backend", "init", "init_fold", "init_zero_outputs")
 # fields of our config and the keys of many families
@@ -41,8 +34,6 @@ SIZES = {"embed_dim": "hidden_size", "num_layers": "num_hidden_layers", "num_hea
 SIZES |= {"ffn_dim": "intermediate_size", "activation": "hidden_act"}
 TEXT = {"vocab_size": "vocab_size", "tie_embeddings": "tie_word_embeddings"}
 TEXT |= {"bos_id": "bos_token_id", "eos_id": "eos_token_id", "pad_id": "pad_token_id"}
-# families whose config in transformers refuses a width that is not a multiple of the number of heads
-WHOLE_HEADS = ("llama", "gemma2", "gemma3_text")
 # their names of activations, and our names
 WORDS_OF_ACTIVATION = {
     "gelu": "gelu",
@@ -55,73 +46,6 @@ WORDS_OF_ACTIVATION = {
 
 class UnsupportedError(ValueError):
     """A ``config.json`` has an option that our blocks do not support."""
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """One model class of a family, such as ``BertForMaskedLM``.
-
-    Args:
-        fields: the fields of our config that this class determines.
-        tensors: our names to theirs, for the head.
-        ignored: patterns of tensors in the file that belong to other classes.
-        twice: second names of tensors, and their first names. A model without tied embeddings is saved with both.
-        is_base: whether its files have no prefix in tensor names.
-    """
-
-    fields: Values
-    tensors: Mapping[str, str]
-    ignored: tuple[str, ...] = ()
-    twice: Mapping[str, str] = field(default_factory=dict)
-    is_base: bool = False
-
-
-@dataclass(frozen=True)
-class Family:
-    """All models of one ``model_type``.
-
-    Args:
-        model_type: the value of this key in ``config.json``.
-        keys: the fields of our config to keys of ``config.json``.
-        defaults: the values of keys that are missing in ``config.json``. Default: None.
-        words: for keys whose values have other names here, a table from their names to ours. Of two names with the same meaning, the
-            first is written.
-        architectures: the model classes by name. The first is the default.
-        fields: the fields of our config that are the same in all models.
-        tensors: our names of tensors to theirs, without ``prefix``, or names of modules with a weight and a bias. ``*`` stands for the
-            number of the layer. Several of our tensors with the same name there are equal parts of it along the output axis, in order.
-        required: keys with only one supported value.
-        prefix: the beginning of all tensor names.
-        gated: parts of their tensor names, and the replacements in a model whose feed-forward network has a gate.
-        is_transposed: whether the matrices of blocks have shape (in, out), as in ``Conv1D``.
-        norm_shift: the weights of our norms minus theirs: 1 for norms that multiply by 1 + weight.
-        shapes: our names of tensors with another shape there, and functions from the config and our shape to that shape.
-        ignored: patterns of tensors that no model uses.
-        copies: tensors that may repeat another tensor, and the name of the other tensor.
-        renames: parts of tensor names in older files, and the current names.
-        tidy: prepares the values of ``config.json`` for ``keys``. It also gets the tensor names. Options that our blocks do not support
-            are listed under ``FAULTS``.
-        untidy: the reverse of ``tidy``.
-    """
-
-    model_type: str
-    keys: Mapping[str, str]
-    defaults: Values
-    words: Mapping[str, Mapping[Any, Any]]
-    architectures: Mapping[str, Architecture]
-    fields: Values
-    tensors: Mapping[str, str]
-    required: Values = field(default_factory=dict)
-    prefix: str = ""
-    gated: Mapping[str, str] = field(default_factory=dict)
-    is_transposed: bool = False
-    norm_shift: float = 0.0
-    shapes: Mapping[str, Callable[[TransformerConfig, Shape], Shape]] = field(default_factory=dict)
-    ignored: tuple[str, ...] = ()
-    copies: Mapping[str, str] = field(default_factory=dict)
-    renames: Mapping[str, str] = field(default_factory=dict)
-    tidy: Tidy = lambda values, names: values
-    untidy: Callable[[Values], Values] = lambda values: values
 
 
 def find_architecture(family: Family, values: Values) -> Architecture:
@@ -154,35 +78,40 @@ def read_config(
     Raises:
         UnsupportedError: a key or value that could change what the model computes. ValueError: a value of a wrong type.
     """
-    fields, values = _read_fields(family, architecture, values, names)
-    passed = _check_rest(family, values)
+    fields, rest, unsupported = _read_fields(family, architecture, values, names)
+    passed, unknown = _sort_rest(family, rest)
+    if refused := [*unsupported, *unknown]:
+        raise UnsupportedError("; ".join(refused))
     try:
         config = from_dict(TransformerConfig, fields)
     except ConfigError as error:
-        theirs = family.keys.get(str(error).partition("=")[0])
+        theirs = family.config.keys.get(str(error).partition("=")[0])
         raise ValueError(f"{theirs}: {error}" if theirs else str(error)) from None
     return config, passed
 
 
-def _read_fields(family: Family, architecture: Architecture, values: Values, names: Collection[str]) -> tuple[Values, Values]:
-    """Return the fields of our config, not checked yet, and the values that they were read from."""
+def _read_fields(
+    family: Family, architecture: Architecture, values: Values, names: Collection[str]
+) -> tuple[Values, Values, list[str]]:
+    """Return the fields of our config, not checked yet, the values that they were read from, and unsupported options."""
+    table = family.config
     if values.get("id2label"):
         values = {**values, "num_labels": len(values["id2label"])}
-    defaults = {key: family.defaults[key] for key in family.keys.values() if key in family.defaults}
+    defaults = {key: table.defaults[key] for key in table.keys.values() if key in table.defaults}
     try:
-        values = family.tidy({**defaults, **values}, names)
+        values, unsupported = table.tidy({**defaults, **values}, names)
     except (TypeError, ZeroDivisionError) as error:
         raise ValueError(f"config.json has a value of a wrong type: {error}") from None
-    fields = {**family.fields, **{ours: _read_key(family, ours, values) for ours in family.keys}, **architecture.fields}
+    fields = {**table.fields, **{ours: _read_key(table, ours, values) for ours in table.keys}, **architecture.fields}
     if fields.get("pooler") and fields["head"] == "none":  # only the weights show whether a base model has a pooler
         fields["pooler"] = any(name.startswith("pooler.") for name in names)
-    return fields, values
+    return fields, values, unsupported
 
 
-def _read_key(family: Family, ours: str, values: Values) -> Any:
+def _read_key(table: ConfigTable, ours: str, values: Values) -> Any:
     """Return the value of our field from the values of ``config.json``."""
-    key = family.keys[ours]
-    theirs, words = values.get(key), family.words.get(key)
+    key = table.keys[ours]
+    theirs, words = values.get(key), table.words.get(key)
     if words is None:
         return theirs
     if theirs not in [*words]:  # a list cannot be a key of a dictionary
@@ -190,24 +119,23 @@ def _read_key(family: Family, ours: str, values: Values) -> Any:
     return words[theirs]
 
 
-def _check_rest(family: Family, values: Values) -> list[str]:
-    """Return the keys that are ignored. Raise an error for unknown keys that could change what the model computes."""
-    read = {"architectures", "model_type", FAULTS, *family.keys.values()}
-    passed, refused = [], [*values.get(FAULTS, ())]
+def _sort_rest(family: Family, values: Values) -> tuple[list[str], list[str]]:
+    """Return the keys that are ignored, and descriptions of unknown keys that could change what the model computes."""
+    required_values = family.config.required
+    read = {"architectures", "model_type", *family.config.keys.values()}
+    passed, refused = list[str](), list[str]()
     for name, value in values.items():
-        required = family.required.get(name)
-        if name in read or (name in family.required and value in (required, None)):
+        required = required_values.get(name)
+        if name in read or (name in required_values and value in (required, None)):
             continue
-        if name in family.required:
+        if name in required_values:
             refused.append(f"{name}={value!r} is not supported here, only {required!r}")
         elif not value or any(fnmatchcase(name, pattern) for pattern in HARMLESS):
             passed.append(name)
         else:
             unknown = f"is not a known option of model_type={family.model_type!r}, and may change what the model computes"
             refused.append(f"{name}={value!r} {unknown}")
-    if refused:
-        raise UnsupportedError("; ".join(refused))
-    return passed
+    return passed, refused
 
 
 def write_config(family: Family, name: str, config: TransformerConfig, labels: Sequence[str] = ()) -> Values:
@@ -216,14 +144,14 @@ def write_config(family: Family, name: str, config: TransformerConfig, labels: S
     Args:
         labels: the names of a classifier's labels. Default: ``LABEL_0`` and so on.
     """
-    fields = filled(config)
+    fields, table = filled(config), family.config
     values: Values = {}
-    for ours, key in family.keys.items():
-        words = family.words.get(key)
+    for ours, key in table.keys.items():
+        words = table.words.get(key)
         theirs = [fields[ours]] if words is None else [word for word, meaning in words.items() if meaning == fields[ours]]
         values.update((key, word) for word in theirs[:1])
     count = values.pop("num_labels", None)
-    values = family.untidy(values)
+    values = table.untidy(values)
     if count is not None and config.head in ("sequence", "token"):
         names = labels or [f"LABEL_{i}" for i in range(count)]
         values["id2label"] = {str(i): label for i, label in enumerate(names)}
@@ -247,7 +175,7 @@ def unlike(
     unread = TRAINING if reads_max_len and config.architecture != "vision" else (*TRAINING, "max_len")
     differing = {name: value for name, value in ours.items() if name not in unread and theirs[name] != value}
     faults = {name: f"{name}={value!r} would be {theirs[name]!r}" for name, value in differing.items()}
-    if family.model_type in WHOLE_HEADS and config.embed_dim % config.num_heads:
+    if family.config.needs_whole_heads and config.embed_dim % config.num_heads:
         faults["embed_dim"] = f"embed_dim={config.embed_dim} would be a multiple of num_heads={config.num_heads}"
     try:
         read_config(family, architecture, values, names)

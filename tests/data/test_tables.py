@@ -9,7 +9,7 @@ import pytest
 from datasets import ClassLabel, Dataset
 
 from minitx.config import ConfigError
-from minitx.data.file_formats import labels_of, load_table
+from minitx.data.tables import labels_of, load_table
 
 pytestmark = pytest.mark.usefixtures("offline_datasets")
 TEXTS = [f"{n} ünder" for n in range(17)]

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from minitx.config import ConfigError
-from minitx.config.schema import first_line, require
-from minitx.data.task import package
+from minitx.config.schema import Fraction, first_line, read, require
+from minitx.data.extras import package
+from minitx.data.seeding import VALIDATION_SEED, generator
 
 log = logging.getLogger(__name__)
 READERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
@@ -50,6 +51,37 @@ def divided(tables: list[Any], divide: Callable[[Any], tuple[np.ndarray, np.ndar
     return train, val
 
 
+def num_held_out(count: int, fraction: float) -> int:
+    """Return the number of ``count`` groups to hold out for validation: the fraction, but at least one, and never all."""
+    return min(max(1, round(fraction * count)), count - 1)
+
+
+def hold_out(groups: Sequence[Any], fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    """Split rows by group. The result does not depend on the run's seed.
+
+    Args:
+        groups: the group of every row. All rows of a group are in the same split.
+        fraction: the fraction of groups for validation; see ``num_held_out``.
+
+    Returns:
+        The rows of training, in order, and of validation. Validation rows are shuffled, so that the first rows represent all.
+
+    Raises:
+        ConfigError: there are fewer than two groups, or ``fraction`` is not in (0, 1).
+
+    >>> train, val = hold_out(["a", "b", "a", "c"], 0.3)
+    >>> sorted([*train.tolist(), *val.tolist()])
+    [0, 1, 2, 3]
+    """
+    fraction = read(Fraction, fraction, "data.val_fraction")
+    distinct = sorted(set(groups))
+    require(len(distinct) > 1, f"data.val_fraction={fraction} leaves a split of {len(distinct)} different rows empty")
+    random = generator(VALIDATION_SEED, "hold_out")
+    chosen = {distinct[i] for i in random.permutation(len(distinct))[: num_held_out(len(distinct), fraction)]}
+    validates = np.array([group in chosen for group in groups])
+    return np.flatnonzero(~validates), random.permutation(np.flatnonzero(validates))
+
+
 def load_table(
     path: str,
     key: str = "path",
@@ -76,13 +108,13 @@ def load_table(
     option = f"data.{key}={path}"
     local = Path(path).expanduser()
     datasets = package("datasets", option)
-    files, local_options = _files_of(path, option, **reader)
+    files, local_options = _local_files(path, option, **reader)
     options: dict[str, Any] = {"path": path, "name": subset, "split": split, "streaming": streaming, **local_options}
     with _quiet() if local_options else contextlib.nullcontext():  # errors of local files are reported below
         try:
             if local.is_dir():
-                files, reading = _folder_reading(local, subset, option, **reader)
-                options |= reading
+                files, folder_options = _options_of_folder(local, subset, option, **reader)
+                options |= folder_options
             table = datasets.load_dataset(**options)
             # datasets gives columns of row names such names; in a stream they are not known yet
             may_move = streaming or any(name.startswith("__index_level_") for name in table.column_names)
@@ -114,7 +146,7 @@ def _quiet() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _files_of(path: str, option: str, **reader: Any) -> tuple[list[str], dict[str, Any]]:
+def _local_files(path: str, option: str, **reader: Any) -> tuple[list[str], dict[str, Any]]:
     """Local files matching ``path``, and the load_dataset options for them; ([], {}) for a name on the hub."""
     local = Path(path).expanduser()
     is_pattern = any(sign in path for sign in "*?[") and not local.exists()  # else it names a file such as "reviews [1].csv"
@@ -127,13 +159,13 @@ def _files_of(path: str, option: str, **reader: Any) -> tuple[list[str], dict[st
         return files, {"path": str(local)}
     if files and Path(files[0]).is_file():
         named = {"train": [escape(os.path.abspath(file)) for file in files]}
-        return files, {"name": None, "data_files": named, **_reader(files, option, **reader)}
+        return files, {"name": None, "data_files": named, **_options_of_files(files, option, **reader)}
     if not files or local.suffix.lower() in READERS or path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise ConfigError(f"{option} does not exist; it must be a file, a folder or a name on the Hugging Face hub")
     return files, {}
 
 
-def _reader(
+def _options_of_files(
     files: Sequence[str], option: str, *, texts: Sequence[str | int] = (), header: bool = True, kind: str | None = None
 ) -> dict[str, Any]:
     """The reader of ``datasets`` for these files, and its options."""
@@ -150,10 +182,10 @@ def _reader(
                     "line here, but not in other programs, so lines would not belong together: remove it (tr -d '\\r')"
                 )
     kind = kind or READERS[suffixes[0]]
-    return {"path": kind, **_reading(kind, "," if suffixes == [".csv"] else "\t", texts, header)}
+    return {"path": kind, **_reader_options(kind, "," if suffixes == [".csv"] else "\t", texts, header)}
 
 
-def _folder_reading(
+def _options_of_folder(
     folder: Path, subset: str | None, option: str, *, texts: Sequence[str | int] = (), header: bool = True, **_: Any
 ) -> tuple[list[str], dict[str, Any]]:
     """The files in a folder that ``datasets`` reads, and the load_dataset options for them. A warning lists files that are not read."""
@@ -171,13 +203,13 @@ def _folder_reading(
     ]
     if left:
         log.warning("%s: %d files are read, and %d are not: %s", option, len(taken), len(left), ", ".join(left[:3]))
-    reading = _reading(kind, getattr(builder.config, "sep", ","), texts, header)
+    reading = _reader_options(kind, getattr(builder.config, "sep", ","), texts, header)
     if "header" in reading:  # for a folder, datasets does not pass on a None
         reading |= {"path": kind, "name": None, "data_files": {split: [*map(escape, of)] for split, of in by_split.items()}}
     return files, reading
 
 
-def _reading(kind: str, sep: str, texts: Sequence[str | int], header: bool) -> dict[str, Any]:
+def _reader_options(kind: str, sep: str, texts: Sequence[str | int], header: bool) -> dict[str, Any]:
     """The options of the reader ``kind`` of ``datasets``."""
     if kind != "csv":
         return {"encoding": "utf-8-sig"} if kind == "text" else {}
