@@ -69,7 +69,10 @@ NEW_DATA = 1000
 """Added to the seed of a run that starts from the weights of another run, so that its batches are new, and equal for all arms."""
 
 # files of the package and its configs that determine the result of a run
-_LOOKS = ("recorder", "statistics", "gradients", "snapshot", "probe", "questions", "answers", "token_places")  # of probes
+_LOOKS = (  # of probes
+    *("recorder", "statistics", "gradients", "probe", "questions", "answers", "token_places", "tally"),
+    *("snapshot", "snapshot_sources", "saved_snapshots", "attention_map", "image_patches"),
+)
 _CODE = (
     *("nn", "data", "generation", "training", "config", "interop"),
     *(f"ablation/{name}.py" for name in ("measures", "thresholds", "scaling/updates")),

@@ -192,7 +192,7 @@ class TransformerModel(nn.Module):
         by_kind: dict[Any, Rotation] = {}
         positions: list[Tensor | Rotation | None] = []
         for block in self.blocks:
-            rotary = getattr(block.attention, "rotary", None)
+            rotary = getattr(getattr(block, "attention", None), "rotary", None)  # a block may be a wrapper of the user's
             if rotary is None:
                 positions.append(position_ids)
                 continue
