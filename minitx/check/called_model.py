@@ -434,9 +434,14 @@ def returned_cache(result: Any, name: str) -> Any:
 
 
 def _returns_cache(called: CalledModel) -> bool:
-    """Return whether the model gives back a cache of its tokens. A recurrent state is none: a bidirectional model has one, too."""
-    if called.cache in (None, "state", "hidden") or hasattr(called.model, "make_cache"):
-        return called.cache not in (None, "state", "hidden")
+    """Return whether the model gives back a cache of its tokens.
+
+    A recurrent state is none: a bidirectional model has one, too. A layer reads vectors, and its caller's mask says what it sees.
+    """
+    if called.cache in (None, "state", "hidden") or not called.streams or called.stream.width is not None:
+        return False
+    if hasattr(called.model, "make_cache"):
+        return True
     with suppress(Exception):
         options: dict[str, Any] = {"use_cache": True} if "use_cache" in called.names else {}
         return returned_cache(called.run(called.draw(), **options), str(called.cache)) is not None

@@ -53,7 +53,8 @@ def check_attention(
 
     The way to call it is found by trying: the roles and the order of the arguments, the order of axes, the form of the mask, and the
     form of the result. The results are compared with the definition in float64. A mistake is named if one or two mutants of
-    ``minitx.check.mutants`` give the same numbers. Attention that is more than the definition is described.
+    ``minitx.check.mutants`` give the same numbers. Attention that is more than the definition is described. A layer with a further
+    product, such as a gate, is checked by the properties of ``check_model``.
 
     Args:
         function: a function of queries, keys and values, a module with projections, or a class of such objects.
@@ -95,6 +96,13 @@ def check_attention(
         narrow = report_in(torch.float32)
         is_better = len(narrow.with_status(FAILED)) < len(report.with_status(FAILED))
         report = narrow if narrow.called_as and (is_better or not report.called_as) else report
+    if not report.called_as and call is None and isinstance(function, nn.Module) and (mask, stage) == (None, None):
+        from minitx.check.language_models import check_model
+
+        as_model = check_model(
+            function, seed=seed, device=device
+        )  # more than the definition, such as a gate: by its properties
+        report = as_model if as_model.called_as else report
     if call is not None and not report.called_as:
         raise ValueError(f"call={call.__name__} does not call {name}: {report.findings[0].witness or report.findings[0].fault}")
     return report

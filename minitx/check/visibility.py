@@ -186,17 +186,19 @@ def reach(exam: Examination) -> None:
     seen = exam.look()
     exam.demand(len(seen) == 1 or (seen & ~torch.eye(len(seen), dtype=torch.bool)).any(), "sees-no-other")
     need(exam.allowed <= SHARE * exam.typical, "rounding moves the output about as much as a token")
-    if "position_ids" in exam.called.names:
+    name = exam.called.stream.name
+    length = exam.inputs[name].shape[1]
+    has_order = True
+    if length > 4 and seen[-1].all():
+        swapped = {**exam.inputs, name: exam.inputs[name][:, [0, 3, 2, 1, *range(4, length)]]}
+        has_order = not exam.gap(exam.called.answer(swapped)[:, -1], exam.base[:, -1]).is_rounding
+    if not has_order:
+        exam.note("no-order")
+    elif "position_ids" in exam.called.names:
         exam.attempt("reach/positions", partial(_positions, exam))
     elif "relative" in exam.expect:
         judged = "padding on the left judges it" if exam.called.stream.form else "it takes no mask"
         exam.skip("reach/positions", f"it takes no position_ids; {judged}")
-    name = exam.called.stream.name
-    if exam.inputs[name].shape[1] > 4 and seen[-1].all():
-        order = [0, 3, 2, 1, *range(4, exam.inputs[name].shape[1])]
-        swapped = {**exam.inputs, name: exam.inputs[name][:, order]}
-        if exam.gap(exam.called.answer(swapped)[:, -1], exam.base[:, -1]).is_rounding:
-            exam.note("no-order")
     exam.passed("reach")
 
 

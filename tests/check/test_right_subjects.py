@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from minitx.check import Status, check_attention, check_model
+from minitx.nn import MultiHeadAttention
 
 
 def severities(report):
@@ -225,6 +226,32 @@ def test_a_layer_that_is_more_than_the_definition_is_described(extra):
     assert severities(report) == {"more-than-the-definition": "note"} and report.exit_code == 0, str(report)
     (check,) = [check for check in report.checks if check.id == "plain"]
     assert check.status == Status.NOT_TRIED and "softmax" in check.reason
+
+
+class Gated(MultiHeadAttention):
+    """A gate for each head: the product with the input is a fourth one, and the output is not that of the definition."""
+
+    def __init__(self, embed_dim, num_heads, leaks=False):
+        super().__init__(embed_dim, num_heads)
+        self.gate, self.leaks = nn.Linear(embed_dim, num_heads), leaks
+
+    def merge(self, heads, query):
+        gates = self.gate(query).sigmoid()
+        gates = gates.mean(1, keepdim=True) if self.leaks else gates  # hidden tokens count, too
+        return super().merge(heads * gates.transpose(1, 2)[..., None], query)
+
+
+def test_a_layer_with_a_product_more_is_checked_by_its_properties():
+    found = check_attention(Gated)
+    assert found.called_as.startswith("Gated(query, key_mask)") and severities(found) == {"no-order": "note"}
+    assert "bidirectional" in found.taken_as and {"padding", "rows"} <= {check.id.partition("/")[0] for check in found.checks}
+    leaking = check_attention(Gated(32, 4, leaks=True))
+    assert leaking.exit_code == 1 and all("padding" in check.id for check in leaking.with_status(Status.FAILED))
+
+
+def test_a_cache_of_a_layer_does_not_declare_causality():
+    assert check_model(MultiHeadAttention(32, 4)).exit_code == 0
+    assert check_model(MultiHeadAttention(32, 4), expect="causal").exit_code == 1
 
 
 def test_a_layer_without_steps_of_its_own_is_compared_with_the_definition():
