@@ -379,10 +379,10 @@ def _predictions(findings: Findings) -> Table:
 
 def _incomplete(findings: Findings) -> str:
     is_whole = not {run.status for run in findings.runs.all} & {"failed", "missing"}
-    return "" if is_whole else say("The grid is not complete. %(counts)s They are listed below.", counts=_counts(findings))
+    return "" if is_whole else say("The grid is not complete. %(counts)s They are listed below.", counts=_run_counts(findings))
 
 
-def _counts(findings: Findings) -> Text:
+def _run_counts(findings: Findings) -> Text:
     total = Counter(str(run.status) for run in findings.runs.all)
     statuses = [status for status in ("done", "not run", "failed", "missing") if total[status]]
     counts = [say("%(count)s %(status)s", count=total[status], status=say(status)) for status in statuses]
@@ -407,7 +407,7 @@ def _runs(findings: Findings) -> Table:
         for name, study in findings.grid.studies.items()
         if (done := findings.runs.select(name, status="done"))
     ]
-    return Table(_counts(findings), rows)
+    return Table(_run_counts(findings), rows)
 
 
 def _not_done(findings: Findings) -> Table:

@@ -128,12 +128,12 @@ def read_answers(output: Any, asked: Questions) -> AnswerRows | None:
     log_probs = logits.detach().float().log_softmax(-1).cpu()
     pairs = zip(asked.rows, log_probs, strict=True)
     return [
-        [_answer(question, row if question.at is None else row[question.at], asked) for question in questions]
+        [_answer_at(question, row if question.at is None else row[question.at], asked) for question in questions]
         for questions, row in pairs
     ]
 
 
-def _answer(question: Question, logs: Tensor, asked: Questions) -> Answer:
+def _answer_at(question: Question, logs: Tensor, asked: Questions) -> Answer:
     """Return the answer to a question from ``logs``, ln p of every possible answer (V,)."""
     best = logs.topk(min(TOP, asked.size))
     ids = best.indices.tolist()

@@ -131,7 +131,7 @@ def head_heatmap(snapshot: Snapshot, layer: int | str, head: int, row: int = 0) 
     if not -H <= head < H:
         raise ValueError(f"head={head} must be one of 0 to {H - 1} of {chosen.name}")
     texts = [sentence.tokens[axis][0] for axis in (chosen.queries, chosen.keys)]
-    figure = _draw_head(chosen, head % H, texts, f"{short_name(chosen.name)}, head {head % H}", "hidden by the mask")
+    figure = _draw_map(chosen, head % H, texts, f"{short_name(chosen.name)}, head {head % H}", "hidden by the mask")
     _headline(figure, snapshot)
     return figure
 
@@ -175,7 +175,7 @@ def heatmap(weights: Any, tokens: Any = None, *, title: str = "") -> Figure:
         raise ValueError(f"weights are not finite in row {bad[0]}, so there is nothing to draw ({advice})")
     whole = drawn[None, None]
     layer = AttentionMap("weights", "cross", "query", "key", whole, whole != 0, whole.amax(-1))
-    return _draw_head(layer, 0, _texts_of(tokens, *drawn.shape), title, "weight exactly 0")
+    return _draw_map(layer, 0, _texts_of(tokens, *drawn.shape), title, "weight exactly 0")
 
 
 def _texts_of(tokens: Any, L: int, S: int) -> list[list[str]]:
@@ -193,7 +193,7 @@ def _texts_of(tokens: Any, L: int, S: int) -> list[list[str]]:
     return texts
 
 
-def _draw_head(layer: AttentionMap, head: int, texts: Sequence[Sequence[str]], title: str, hidden: str) -> Figure:
+def _draw_map(layer: AttentionMap, head: int, texts: Sequence[Sequence[str]], title: str, hidden: str) -> Figure:
     """Draw one head of ``layer``, which has one row, with the texts of queries and keys. ``hidden`` explains the hatched cells."""
     L, S = layer.weights.shape[2:]
     cell = max(0.034, min(0.42, 6.8 / max(L, S)))  # inches

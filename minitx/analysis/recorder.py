@@ -59,7 +59,7 @@ def _statistics(look: Look) -> dict[str, Tensor]:
     return {name: value[:, heads] if name == "favourite" else value[heads] for name, value in values.items()}
 
 
-def _weights(look: Look) -> Tensor:
+def _attention_weights(look: Look) -> Tensor:
     return torch.cat([tile.weights[:, look.heads] for tile in over_tiles(look.call)], dim=2)
 
 
@@ -73,7 +73,12 @@ def _values(look: Look) -> Tensor:
     return look.call.value[:, look.heads // group].clone()  # a cache writes into tensors that it returned
 
 
-RECORDERS: dict[str, Recorder] = {"statistics": _statistics, "weights": _weights, "scores": _scores, "values": _values}
+RECORDERS: dict[str, Recorder] = {
+    "statistics": _statistics,
+    "weights": _attention_weights,
+    "scores": _scores,
+    "values": _values,
+}
 
 
 OUTPUTS = ("heads", "feedforward", "residual")
@@ -493,7 +498,7 @@ class _Watcher:
         return mask[:, -L:].to(call.query.device) != 0  # with a cache, the last L positions
 
     def _warn_of_memory(self, look: Look) -> None:
-        if self.has_warned or self.recorder not in (_weights, _scores):
+        if self.has_warned or self.recorder not in (_attention_weights, _scores):
             return
         B, _, L, S = look.call.shape
         taken = B * len(look.heads) * L * S * torch.promote_types(look.call.query.dtype, torch.float32).itemsize

@@ -68,11 +68,11 @@ def _moved_by(exam: Examination, name: str, parameter: Tensor) -> Gap | None:
     gaps = []
     for _ in range(2):
         step = torch.randn(parameter.shape, generator=exam.called.generator).to(parameter)
-        gaps.append(exam.gap(_moved(exam.answers(exam.inputs), {name: parameter}, {name: step}, size), exam.base))
+        gaps.append(exam.gap(_moved_by_training(exam.answers(exam.inputs), {name: parameter}, {name: step}, size), exam.base))
     return None if any(gap.is_rounding for gap in gaps) else gaps[0]
 
 
-def _moved(call: Callable[[], Tensor], parameters: Parameters, steps: Parameters, width: float) -> Tensor:
+def _moved_by_training(call: Callable[[], Tensor], parameters: Parameters, steps: Parameters, width: float) -> Tensor:
     """The result of a call with parameters that are moved along ``steps``."""
     kept = {name: parameters[name].detach().clone() for name in steps}
     for name, step in steps.items():
@@ -114,7 +114,7 @@ def _slopes(exam: Examination) -> Iterator[tuple[float, str]]:
         return (called.answer(inputs) * weights).sum()
 
     def slope(steps: Parameters, width: float) -> float:
-        ends = [_moved(total, parameters, steps, length).item() for length in (width, -width)]
+        ends = [_moved_by_training(total, parameters, steps, length).item() for length in (width, -width)]
         return (ends[0] - ends[1]) / (2 * width)
 
     least, count = max(1e-4 * abs(total().item()), 1e-9), -(-len(parameters) // GROUPS)

@@ -19,7 +19,7 @@ from minitx.check.calling import Arguments, MaskForm, ReturnError, choices, firs
 from minitx.check.copying import copied
 
 NUM_ROWS = 3
-LENGTHS = (12, 16, 32, 64, 128, 8, 5, 10, 7, 9, 6, 4, 3, 2)
+TRIED_LENGTHS = (12, 16, 32, 64, 128, 8, 5, 10, 7, 9, 6, 4, 3, 2)
 """Numbers of tokens to try, in this order: some models need whole blocks, some read only a few."""
 
 TRIES = 300
@@ -28,7 +28,7 @@ TRIES = 300
 LIMITS = ("max_position_embeddings", "n_positions", "block_size", "max_len", "max_seq_len", "context_length", "max_length")
 PICTURES = ((3, 32), (1, 28), (3, 16), (3, 64), (1, 16), (1, 32), (3, 8), (1, 8), (3, 224))
 OUTPUT_NAMES = ("logits", "prediction_logits", "last_hidden_state", "pooler_output")
-MASKS = tuple(product((torch.long, torch.bool, torch.float32), ("B--S", "B11S", "B-1S", "B-LS", "B1LS")))
+MASK_FORMS = tuple(product((torch.long, torch.bool, torch.float32), ("B--S", "B11S", "B-1S", "B-LS", "B1LS")))
 
 
 class CannotBeCalledError(ValueError):
@@ -273,7 +273,7 @@ def _materials(model: nn.Module) -> list[tuple[int | None, int]]:
     found = (getattr(m, name, None) for m in model.modules() for name in attributes)
     widths = list(dict.fromkeys(width for width in found if isinstance(width, int)))[:4]
     limit = limit_of(model)
-    lengths = [length for length in LENGTHS if limit is None or length <= limit]
+    lengths = [length for length in TRIED_LENGTHS if limit is None or length <= limit]
     return list(product([*([None] if _tables(model) else []), *widths] or [None], lengths))
 
 
@@ -320,7 +320,7 @@ def find_forms(called: CalledModel, inputs: Mapping[str, Tensor]) -> None:
     """Find the form of each stream's mask by trying."""
     for stream in called.streams:
         keep, faults = keep_mask(inputs[stream.name], slice(stream.length // 3)), dict[str, None]()
-        forms = [MaskForm(dtype, "pad" in (stream.mask or ""), axes) for dtype, axes in MASKS]
+        forms = [MaskForm(dtype, "pad" in (stream.mask or ""), axes) for dtype, axes in MASK_FORMS]
         forms = [MaskForm(axes="B--S")] if called.call else forms
         tried = (with_form(called, stream, form) for form in forms if stream.mask)
         found = first_that_works(tried, partial(CalledModel.answer, inputs=inputs, keep={stream.name: keep}), faults)

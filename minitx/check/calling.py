@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 T = TypeVar("T")
 
-HINTS = {
+ROLE_NAMES = {
     "query": r"(\w_)?(q|qs|query|queries|query_states|x_q|q_in)",
     "key": r"(\w_)?(k|ks|key|keys|key_states|x_k|k_in)",
     "value": r"(\w_)?(v|vs|value|values|value_states|x_v|v_in)",
@@ -46,7 +46,7 @@ class Arguments:
     Attributes:
         required: those without a default. positional: those that cannot be passed by name.
         defaults: the defaults of the others.
-        roles: the argument of each role, by ``HINTS``.
+        roles: the argument of each role, by ``ROLE_NAMES``.
     """
 
     names: tuple[str, ...]
@@ -96,7 +96,7 @@ def _with_roles(
 ) -> Arguments:
     roles: dict[str, str] = {}
     for name in names:
-        matching = (role for role, pattern in HINTS.items() if role not in roles and re.fullmatch(pattern, name.lower()))
+        matching = (role for role, pattern in ROLE_NAMES.items() if role not in roles and re.fullmatch(pattern, name.lower()))
         if (role := next(matching, None)) is not None:
             roles[role] = name
     return Arguments(tuple(names), tuple(required), tuple(positional), defaults, roles)

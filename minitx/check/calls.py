@@ -268,7 +268,7 @@ class _Verdicts:
             size = self._difference(shown[mutant][0]) if cases else None
             by = "" if size is None or size == torch.inf else f" (the output differs by {size:.2g})"
             severity, seen = FRAGILE if self._is_documented(mutant) else mutant.severity, f"seen in: {', '.join(names)}{by}"
-            yield Finding(mutant.id, severity, mutant.name, mutant.advice, seen), _places(shown[mutant])
+            yield Finding(mutant.id, severity, mutant.name, mutant.advice, seen), _differing_places(shown[mutant])
         same = [other for other in self.others if len(other) == len(mistakes)]
         others = sorted({" with ".join(m.name for m in other if m not in shown) for other in same})
         if others and len(self.others) <= 4:
@@ -303,7 +303,7 @@ class _Verdicts:
             sizes = [(outcome.case.name, self._difference(outcome)) for outcome, _ in outputs]
             names = ", ".join(name if size is None else f"{name} by {size:.2g}" for name, size in sizes)
             witness = "; ".join([names, *([] if is_mild else dependences(self.trial))])
-            yield finding("differs", FRAGILE if is_mild else WRONG, witness=witness), _places([o for o, _ in outputs])
+            yield finding("differs", FRAGILE if is_mild else WRONG, witness=witness), _differing_places([o for o, _ in outputs])
 
     def _in_half_precision(self) -> Iterator[Placed]:
         """Yield one finding for each reason in half precision."""
@@ -346,7 +346,7 @@ def _is_finite(outcome: Outcome) -> bool:
     return outcome.output is not None and bool(outcome.output.isfinite().all())
 
 
-def _places(outcomes: list[Outcome]) -> set[str]:
+def _differing_places(outcomes: list[Outcome]) -> set[str]:
     """The ids of the checks that show these outcomes."""
     ids = {outcome.case.id for outcome in outcomes}
     return ids | ({BLIND_MOVED.id} if BLIND.id in ids else set())

@@ -12,7 +12,7 @@ from minitx.check.calling import parts_of
 from minitx.check.examination import Examination
 from minitx.check.results import FRAGILE, WRONG, Finding
 
-IGNORED = -100
+NO_LABEL = -100
 """The label of a token that is no target, in torch."""
 
 EXACT = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
@@ -38,15 +38,15 @@ def loss(exam: Examination) -> None:
         exam.failed("loss/shift", Finding("labels-shifted-twice", WRONG, fault, "Shift in the data or in the model."))
         return
     exam.passed("loss/shift")
-    labels[0, : L // 2] = labels[1, L - 2 :] = IGNORED
+    labels[0, : L // 2] = labels[1, L - 2 :] = NO_LABEL
     for rows, what in ((slice(None), "a batch"), (slice(1), "one row")):
         try:
             is_mean = _difference(exam, name, labels[rows], shift) <= exact
         except IndexError:
-            exam.skip("loss/hidden", f"the label {IGNORED} raises")
+            exam.skip("loss/hidden", f"the label {NO_LABEL} raises")
             return
         if not is_mean:
-            fault = f"the loss of {what} is not the mean over the labels that are not {IGNORED}"
+            fault = f"the loss of {what} is not the mean over the labels that are not {NO_LABEL}"
             exam.failed("loss/hidden", Finding("loss-of-hidden-targets", FRAGILE, fault, "Divide by their number."))
             return
     exam.passed("loss/hidden")
@@ -59,5 +59,5 @@ def _difference(exam: Examination, name: str, labels: Tensor, shift: int) -> flo
     result = exam.called.run(inputs, **options)
     losses = [part for part in (result, *parts_of(result)) if isinstance(part, Tensor) and part.numel() == 1]
     logits = exam.base[: len(labels), : labels.shape[1] - shift].flatten(0, 1).float()
-    mean = cross_entropy(logits, labels[:, shift:].flatten(), ignore_index=IGNORED)
+    mean = cross_entropy(logits, labels[:, shift:].flatten(), ignore_index=NO_LABEL)
     return min((abs(loss.item() / mean.item() - 1) for loss in losses), default=torch.inf)

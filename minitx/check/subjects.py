@@ -14,7 +14,17 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode  # documented in torch's notes on extending it
 
 from minitx.check import calling
-from minitx.check.calling import HINTS, QKV, DoesNotApplyError, MaskForm, NotTriedError, ReturnError, choices, fault_text, need
+from minitx.check.calling import (
+    QKV,
+    ROLE_NAMES,
+    DoesNotApplyError,
+    MaskForm,
+    NotTriedError,
+    ReturnError,
+    choices,
+    fault_text,
+    need,
+)
 from minitx.check.cases import HEADS, WIDTH, Case, Operands, Outcome, drawn, results_of
 from minitx.check.copying import copied
 
@@ -336,7 +346,7 @@ class AttentionLayer(Subject):
         self.width = next((width for width in self._attributes("embed") if width in sizes), min(sizes))
 
     def _attributes(self, role: str) -> list[int]:
-        attributes = [value for name, value in vars(self.module).items() if re.fullmatch(HINTS[role], name.lower())]
+        attributes = [value for name, value in vars(self.module).items() if re.fullmatch(ROLE_NAMES[role], name.lower())]
         return [value for value in attributes if type(value) is int]
 
     def places(self) -> Iterator[tuple[Layout, Inner]]:

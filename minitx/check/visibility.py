@@ -40,7 +40,7 @@ def rows(exam: Examination) -> None:
 
 def causality(exam: Examination) -> None:
     """In a causal model, later tokens change nothing."""
-    checks = {"values": _token_values, "prefix": _prefix, "with-a-mask": _with_mask, "long": _long, "gradient": _gradients}
+    checks = {"values": _token_values, "prefix": _prefix, "with-a-mask": _with_mask, "long": _long, "gradient": _gradient_flow}
     if exam.called.why_without_positions:
         for kind in checks:
             exam.skip(f"causality/{kind}", exam.called.why_without_positions)
@@ -50,7 +50,7 @@ def causality(exam: Examination) -> None:
     if word == "bidirectional" and not exam.sees_later:
         exam.failed("causality/declared", "not-bidirectional")
     for kind, check in checks.items():
-        if exam.is_causal or check is _gradients:
+        if exam.is_causal or check is _gradient_flow:
             exam.attempt(f"causality/{kind}", partial(check, exam))
         else:
             exam.skip(f"causality/{kind}", "the model is bidirectional; set expect=causal if it must not be")
@@ -132,7 +132,7 @@ def _long(exam: Examination, id: str) -> None:
             return
 
 
-def _gradients(exam: Examination, id: str) -> None:
+def _gradient_flow(exam: Examination, id: str) -> None:
     """A token gets a gradient exactly if its value has an effect."""
     grads, influence = _token_gradients(exam), exam.influence
     zero = grads <= FAR_LESS * grads.max()

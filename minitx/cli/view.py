@@ -202,7 +202,7 @@ def _recorded_traces(config: ViewConfig, paths: dict[str, str]) -> tuple[str, li
     row = config.row or typical or 0
     traces = []
     rule: RowRule = "chosen" if config.row is not None else "first" if typical is None else "typical"
-    for path, snapshots, title_of_trace in zip(paths.values(), runs, _names(list(paths.values())), strict=True):
+    for path, snapshots, title_of_trace in zip(paths.values(), runs, _names_of_inputs(list(paths.values())), strict=True):
         count = snapshots[0].num_rows
         require(row < count, f"row={row} must lie in [0, {count}), the range of sentences in {path}")
         with refusing():
@@ -229,7 +229,7 @@ def _model_traces(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[
     model, tokenizer, stored = opened[first]
     inputs, title = _inputs(config, model, tokenizer, stored)
     traces: list[Trace] = []
-    for name, name_of_trace in zip(files, _names(list(paths.values())), strict=True):
+    for name, name_of_trace in zip(files, _names_of_inputs(list(paths.values())), strict=True):
         snapshots: list[list[Snapshot]] = [[] for _ in inputs]
         for file in files[name]:
             other, its_tokenizer, _ = opened.pop(file) if file in opened else _open(config, name, file)
@@ -325,7 +325,7 @@ def _checkpoint_files(path: str) -> list[str]:
     return [checkpoint_of(path)] if os.path.exists(path) else [checkpoint_of(part) for part in path.split(",") if part]
 
 
-def _names(paths: list[str]) -> list[str]:
+def _names_of_inputs(paths: list[str]) -> list[str]:
     """Return names for the paths: the folders of their runs, or the whole paths if these names are not unique."""
     names = []
     for path in paths:

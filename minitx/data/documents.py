@@ -222,7 +222,7 @@ def task_of(
     )
 
 
-class Documents(NamedTuple):
+class TokenisedDocuments(NamedTuple):
     """The documents of both splits, with marks around them.
 
     Attributes:
@@ -250,7 +250,7 @@ def _tokenised(
     val_fraction: float,
     cache_dir: str | None,
     splits: tuple[str | None, ...],
-) -> Documents:
+) -> TokenisedDocuments:
     """Return the documents of both splits, from the cache if it has them."""
     existing = find_tokenizer(tokenizer)
     word = [fingerprint(existing), existing.mark_ids] if existing else [tokenizer, bpe_vocab_size]
@@ -282,7 +282,7 @@ def _tokenised(
     train, val = (Ragged(tokens, np.cumsum(n) - n, n) for tokens, n in zip(ids, lengths_of.values(), strict=True))
     counts = zip(lengths_of.items(), _counts(tables, val_fraction), strict=True)
     left_out = {split: share_of(count - len(of_split), count, BLANK) for (split, of_split), count in counts}
-    return Documents(train, val, stored, record["splits"]["val"], left_out)
+    return TokenisedDocuments(train, val, stored, record["splits"]["val"], left_out)
 
 
 def _counts(tables: list[Any], val_fraction: float) -> list[int]:
@@ -461,7 +461,7 @@ def _stream(
     bpe_vocab_size: int,
     val_rows: int,
     **options: Any,
-) -> Documents:
+) -> TokenisedDocuments:
     """Return the stream of a table for training. The validation documents are in memory."""
     from datasets import Features, Value, concatenate_datasets
 
@@ -491,4 +491,4 @@ def _stream(
     stream = DocumentStream(table=table, column=column, tokenizer=tokenizer, name=name, **options)
     counted = {"characters": sum(map(len, texts)), "bytes": sum(len(text.encode()) for text in texts)}
     left_out = {"val": share_of(held_out.total() - len(texts), held_out.total(), BLANK)}
-    return Documents(stream, Ragged.of(with_marks(tokenizer, texts)), tokenizer, counted, left_out)
+    return TokenisedDocuments(stream, Ragged.of(with_marks(tokenizer, texts)), tokenizer, counted, left_out)

@@ -34,7 +34,7 @@ from minitx.interop.adopted_core import (
     outermost,
 )
 from minitx.interop.call_tracker import OTHER_STATES, CallTracker
-from minitx.interop.trial import Trial, error_text, made_up_inputs
+from minitx.interop.trial import AdoptionTrial, error_text, made_up_inputs
 from minitx.nn.arguments import Arguments
 from minitx.nn.changes import joined
 from minitx.nn.folding import fold_scale
@@ -136,25 +136,27 @@ def adopt_hf(
     return model
 
 
-def _trials(model: nn.Module, roots: Sequence[Any], check: str | bool | Mapping[str, Any]) -> tuple[list[Trial], list[str]]:
+def _trials(
+    model: nn.Module, roots: Sequence[Any], check: str | bool | Mapping[str, Any]
+) -> tuple[list[AdoptionTrial], list[str]]:
     """Call the models before the change. Also return the reasons why some of them cannot be called."""
     if isinstance(check, Mapping):
         try:
-            return [Trial(model, check)], []
+            return [AdoptionTrial(model, check)], []
         except Exception as error:
             raise ValueError(f"check={{...}}: a call of {type(model).__name__} with it fails: {error_text(error)}") from error
-    trials, reasons = list[Trial](), list[str]()
+    trials, reasons = list[AdoptionTrial](), list[str]()
     for root in roots if check else ():
         try:
             if any(parameter.is_meta for parameter in root.parameters()):
                 raise ValueError("weights are on the meta device or offloaded")
-            trials.append(Trial(root, made_up_inputs(root)))
+            trials.append(AdoptionTrial(root, made_up_inputs(root)))
         except Exception as error:  # a model of any kind may fail in any way
             reasons.append(error_text(error))
     return trials, reasons
 
 
-def _compare(trials: Iterable[Trial]) -> list[str]:
+def _compare(trials: Iterable[AdoptionTrial]) -> list[str]:
     """Call the models again, and return the names of the attention modules that did not run."""
     silent = list[str]()
     for trial in trials:

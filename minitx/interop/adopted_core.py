@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from minitx.config.schema import stated
 from minitx.interop.call_tracker import CallTracker
-from minitx.interop.trial import Trial, answer, made_up_inputs, settled
+from minitx.interop.trial import AdoptionTrial, answer, made_up_inputs, settled
 from minitx.nn.attention import DotProductAttention
 from minitx.nn.folding import Again, Use
 from minitx.nn.functional import AttentionCall
@@ -49,7 +49,7 @@ class AdoptedCore(OtherScale, DotProductAttention):
     def trial(
         self, model: nn.Module, layers: Mapping[str, Any], inputs: Mapping[str, Any] | None
     ) -> tuple[dict[str, Use], Again]:
-        trials = list[Trial]()
+        trials = list[AdoptionTrial]()
 
         def record(uses: dict[str, Use], name: str, core: AdoptedCore, args: tuple[AttentionCall]) -> None:
             uses.setdefault(name, Use(args[0].query, args[0].key, args[0].scale * core.model_factor, core.model_scale))
@@ -68,7 +68,7 @@ class AdoptedCore(OtherScale, DotProductAttention):
 
         for root in outermost(model):
             try:
-                trials.append(Trial(root, made_up_inputs(root) if inputs is None else inputs))
+                trials.append(AdoptionTrial(root, made_up_inputs(root) if inputs is None else inputs))
             except ValueError as error:
                 raise ValueError(f"cannot fold the scale, because {error}: pass inputs=, the arguments of a call") from None
         with recording() as uses:

@@ -81,7 +81,7 @@ def pretrained_hf(
         raise ValueError("fold_scale=true needs a scale other than scale=own")
     _check_words(task, attention)
     folder = find_folder(path)
-    _check_tokenizer(folder, tokenizer)
+    _check_vocabulary(folder, tokenizer)
     model = load_folder(folder, task, num_labels, new_head)
     if pad_id is not None:
         model.config.pad_token_id = pad_id  # classifiers built on decoders use it to find the last token
@@ -212,7 +212,7 @@ def _without_kernels(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _without_kernels(value) if isinstance(value, Mapping) else value for name, value in kept.items()}
 
 
-def _check_tokenizer(folder: Path, tokenizer: Any) -> None:
+def _check_vocabulary(folder: Path, tokenizer: Any) -> None:
     """Refuse the tokenizer of the data if its ids mean other tokens than the folder's."""
     require(
         not isinstance(tokenizer, str),

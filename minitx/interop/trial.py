@@ -48,7 +48,7 @@ def made_up_inputs(root: Any) -> dict[str, Tensor]:
     return inputs | ({"decoder_input_ids": ids[:, :TARGET]} if "decoder_input_ids" in arguments else {})
 
 
-class Trial:
+class AdoptionTrial:
     """A call of a model in evaluation mode, before its attention is replaced. The model is called twice.
 
     Args:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minitx.nn.tracing import can_look
 
-Pair = tuple[Tensor, Tensor]
+KeyAndValue = tuple[Tensor, Tensor]
 
 
 class LayerCache:
@@ -48,9 +48,9 @@ class LayerCache:
         _check_count("capacity", capacity, "positions")
         _check_count("window", 1 if window is None else window, "positions")
         self.capacity, self.window, self.length = capacity, window, 0
-        self.memory: Pair | None = None
+        self.memory: KeyAndValue | None = None
         self._source: Tensor | None = None  # the tensor (B, S, E) that the memory was projected from
-        self._pair: Pair | None = None
+        self._pair: KeyAndValue | None = None
         self._start = 0  # the position in the first slot
 
     @property
@@ -59,11 +59,11 @@ class LayerCache:
         return self.length if self.window is None else min(self.length, self.window - 1)
 
     @property
-    def held(self) -> Pair:
+    def held(self) -> KeyAndValue:
         """The keys and values of the newest positions, (B, Hkv, n, D) and (B, Hkv, n, Dv), as views."""
         return self._read(self.length - self.num_kept, self.length)
 
-    def append(self, key: Tensor, value: Tensor) -> Pair:
+    def append(self, key: Tensor, value: Tensor) -> KeyAndValue:
         """Write key (B, Hkv, L, D) and value (B, Hkv, L, Dv) of the next L positions. Return the last ``num_kept + L`` as views.
 
         ``advance`` counts the positions. Until then, another ``append`` overwrites them.
@@ -91,7 +91,7 @@ class LayerCache:
         _check_like("key", key, key)
         self.memory, self._source = (key, value), source.detach()  # no graph is kept alive
 
-    def recall(self, source: Tensor) -> Pair | None:
+    def recall(self, source: Tensor) -> KeyAndValue | None:
         """Return the keys and values of the memory, or None before the first use.
 
         Raises:
@@ -117,7 +117,7 @@ class LayerCache:
         self._pair, self.memory = _rows(self._pair, rows), _rows(self.memory, rows)
         self._source = None
 
-    def _read(self, start: int, stop: int) -> Pair:
+    def _read(self, start: int, stop: int) -> KeyAndValue:
         """The keys and values of the positions from ``start`` to ``stop``."""
         assert self._pair is not None
         slots = slice(start - self._start, stop - self._start)
@@ -141,14 +141,14 @@ class StateCache(LayerCache):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity, window=1)
-        self._states: dict[int, Pair | None] = {}  # by the number of positions in the sum: the present and the next
+        self._states: dict[int, KeyAndValue | None] = {}  # by the number of positions in the sum: the present and the next
 
     @property
-    def state(self) -> Pair | None:
+    def state(self) -> KeyAndValue | None:
         """Σ_j φ(k_j) (v_jᵀ, 1) relative to exp(top) and top, (B, Hkv, m, Dv + 1) and (B, Hkv, 1). None before the first position."""
         return self._states.get(self.length)
 
-    def append(self, key: Tensor, value: Tensor) -> Pair:
+    def append(self, key: Tensor, value: Tensor) -> KeyAndValue:
         """Return key (B, Hkv, L, D) and value (B, Hkv, L, Dv) of the next L positions, after checking that they fit."""
         check_room(self.length, key.shape[2], self.capacity)
         _check_like("key", key, key)
@@ -160,7 +160,7 @@ class StateCache(LayerCache):
             )
         return key, value
 
-    def write(self, num_new: int, state: Pair) -> None:
+    def write(self, num_new: int, state: KeyAndValue) -> None:
         """Store the sum over the positions that ``advance(num_new)`` will count."""
         self._states = {self.length: self.state, self.length + num_new: state}
 
@@ -252,7 +252,7 @@ class KVCache:
         self.document_ids = None if self.document_ids is None else self.document_ids.index_select(0, rows)
 
 
-def _rows(pair: Pair | None, rows: Tensor) -> Pair | None:
+def _rows(pair: KeyAndValue | None, rows: Tensor) -> KeyAndValue | None:
     return None if pair is None else (pair[0].index_select(0, rows), pair[1].index_select(0, rows))
 
 

@@ -204,7 +204,7 @@ class DropInAttention(nn.Module):
             visible, bias = _visible("attn_mask", attn_mask)
             biases.append(bias)
             if can_look(visible):
-                rules.append(_rule_of(visible, B))
+                rules.append(_mask_rule(visible, B))
             elif bias is None:  # else its -inf hide the same keys
                 rules.append(Dense(visible))
         added = [bias for bias in biases if bias is not None]
@@ -227,7 +227,7 @@ def _visible(name: str, mask: Tensor) -> tuple[Tensor, Tensor | None]:
     return visible, None if only_hides else mask
 
 
-def _rule_of(visible: Tensor, batch_size: int) -> Mask | None:
+def _mask_rule(visible: Tensor, batch_size: int) -> Mask | None:
     """Return the rule that a bool mask (B or 1, H or 1, L, S) amounts to: padding, causality, both, or the tensor itself."""
     L, S = visible.shape[-2:]
     real = visible.any(dim=1).any(dim=1)  # the keys that a query sees, (B or 1, S)

@@ -115,16 +115,19 @@ class AdditiveAttention(nn.Module):
         with full_precision(call.query.device):
             attn_bias = call.dense_bias()
             key = hide_unseen(call.key, call.visible(attn_bias)).to(dtype).repeat_interleave(group, dim=1)
-            q, k = _widened(self.query_map, call.query.to(dtype)), _widened(self.key_map, key)  # (B, H, L, m), (B, H, S, m)
+            q, k = (
+                _in_wide_dtype(self.query_map, call.query.to(dtype)),
+                _in_wide_dtype(self.key_map, key),
+            )  # (B, H, L, m), (B, H, S, m)
             sums = q.unsqueeze(3) + k.unsqueeze(2)  # (B, H, L, S, m)
-            scores = _widened(self.energy, torch.tanh(sums)).squeeze(-1) * call.scale  # (B, H, L, S)
+            scores = _in_wide_dtype(self.energy, torch.tanh(sums)).squeeze(-1) * call.scale  # (B, H, L, S)
             if call.softcap is not None:
                 scores = call.softcap * torch.tanh(scores / call.softcap)
             scores = scores if attn_bias is None else scores + attn_bias.to(dtype)
         return attend(replace(call, scores=scores))
 
 
-def _widened(layer: nn.Module, x: Tensor) -> Tensor:
+def _in_wide_dtype(layer: nn.Module, x: Tensor) -> Tensor:
     """Return ``layer(x)`` with its parameters in the dtype of x. The layer itself is called, so LoRA, pruning and int8 take effect."""
     wide = {name: parameter.to(x.dtype) for name, parameter in layer.named_parameters() if parameter.dtype != x.dtype}
     return torch.func.functional_call(layer, wide, (x,)) if wide else layer(x)

@@ -575,14 +575,14 @@ def intersect(*masks: Tensor | Mask | None) -> Mask | None:
     . x
     """
     present = [mask for mask in map(as_mask, masks) if mask is not None]
-    parts = _distinct(part for mask in present for part in mask.parts())
+    parts = _distinct_masks(part for mask in present for part in mask.parts())
     for mask in present:
-        if len(_distinct(mask.parts())) == len(parts):
+        if len(_distinct_masks(mask.parts())) == len(parts):
             return mask
     return And(tuple(parts)) if parts else None
 
 
-def _distinct(parts: Iterable[Mask]) -> list[Mask]:
+def _distinct_masks(parts: Iterable[Mask]) -> list[Mask]:
     """Drop repeated parts. Two ``Causal`` objects count as one."""
     kept: list[Mask] = []
     for part in parts:
@@ -618,11 +618,11 @@ def simplify(mask: Mask | None, num_queries: int, num_keys: int) -> Mask | None:
     return kept[0] if kept else None
 
 
-def _lengths(mask: Mask) -> list[Mask]:
+def _row_lengths(mask: Mask) -> list[Mask]:
     """The masks whose intersection shows the keys that belong to the sequence up to a query."""
     if not isinstance(mask, Combined):
         return [mask] if mask.is_causality or isinstance(mask, Padding | Documents) else []
-    lengths = [_lengths(member) for member in mask.members]
+    lengths = [_row_lengths(member) for member in mask.members]
     if isinstance(mask, And):
         return [length for parts in lengths for length in parts]
     members = (And(tuple(parts)) if parts else member for parts, member in zip(lengths, mask.members, strict=True))
@@ -637,7 +637,7 @@ def real_key_counts(
     This is the number of keys that ``Padding``, ``Documents``, and ``Causal`` or ``PrefixLM`` leave visible. Windows and other masks
     do not change the length. In a union, a member of another kind adds the keys that it shows.
     """
-    parts = [] if mask is None else _lengths(mask)
+    parts = [] if mask is None else _row_lengths(mask)
     if not all(isinstance(part, Padding | Causal) for part in parts):
         cells = And(tuple(parts)).dense(num_queries, num_keys, batch_size=batch_size, num_heads=num_heads, device=device)
         return cells.sum(-1, keepdim=True)

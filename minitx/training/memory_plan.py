@@ -34,7 +34,7 @@ from minitx.training.net import Net, build_network
 from minitx.training.optimizers import build_optimizer, check_strategy, describe_decay, freeze
 from minitx.training.processes import local_parts
 from minitx.training.run import check_evaluation, open_parts, with_objects
-from minitx.training.sharding import layers_of, parallelize
+from minitx.training.sharding import layers_to_shard, parallelize
 from minitx.training.summary import describe_part
 from minitx.training.trainer import quiet_lightning
 
@@ -134,7 +134,7 @@ def make_plan(network: nn.Module, optimizer: Part, options: TrainerConfig, callb
         network.to(torch.bfloat16)
     if options.strategy != "sharded":
         return _plan_of(network, optimizer, options.strategy, copies)
-    layers = layers_of(Net.of(network).network, options.shard)
+    layers = layers_to_shard(Net.of(network).network, options.shard)
     with fake_processes(options.world_size) as mesh:
         parallelize(network, mesh, layers)
         return _plan_of(network, optimizer, options.strategy, copies)

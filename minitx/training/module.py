@@ -31,7 +31,7 @@ from minitx.nn.changes import joined
 from minitx.nn.precision import widest_float
 from minitx.nn.transfer import to_host
 from minitx.training.checkpoint_files import network_weights
-from minitx.training.net import MASKS, Net
+from minitx.training.net import OTHER_MASK_NAMES, Net
 from minitx.training.objectives import (
     CrossEntropy,
     Objective,
@@ -128,9 +128,9 @@ class TrainingModule(L.LightningModule):
 
     def configure_model(self) -> None:
         if self.device_mesh is not None and not any(map(is_sharded, self.network.parameters())):
-            from minitx.training.sharding import layers_of, parallelize
+            from minitx.training.sharding import layers_to_shard, parallelize
 
-            parallelize(self.network, self.device_mesh["data_parallel"], layers_of(self.network, self.options.shard))
+            parallelize(self.network, self.device_mesh["data_parallel"], layers_to_shard(self.network, self.options.shard))
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.network)
@@ -177,7 +177,7 @@ class TrainingModule(L.LightningModule):
         if self._has_reported_dropped:
             return
         # not masks: ``check`` refuses a mask that hides tokens and is not passed
-        dropped = [name for name in self.net.dropped(batch) if name not in (*MASKS, *MASKS.values())]
+        dropped = [name for name in self.net.dropped(batch) if name not in (*OTHER_MASK_NAMES, *OTHER_MASK_NAMES.values())]
         if dropped:
             log.info("model: %s.forward does not use %s of the batch", self.net.kind, ", ".join(dropped))
         self._has_reported_dropped = True

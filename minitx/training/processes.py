@@ -70,7 +70,7 @@ def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     return hasattr(tensor, "full_tensor")
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _whole_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
@@ -81,13 +81,13 @@ def local_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     """Return the norm of all gradients of the whole model, on every process."""
-    return _whole(torch.nn.utils.get_total_norm(gradients))
+    return _whole_tensor(torch.nn.utils.get_total_norm(gradients))
 
 
 def whole_state(network: nn.Module) -> dict[str, Tensor]:
     """Return the state dict with unsharded tensors on the CPU. This is a collective operation: all ranks must call it."""
     state = network.state_dict().items()
-    return {name: _whole(tensor).cpu() for name, tensor in state}
+    return {name: _whole_tensor(tensor).cpu() for name, tensor in state}
 
 
 def part_of(whole: Tensor, local: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ def load_whole(network: nn.Module, state: Mapping[str, Tensor]) -> None:
         local.copy_(part_of(state[name].to(local.device, local.dtype), local))
 
 
-def layers_of(network: nn.Module, classes: Sequence[str] = ()) -> list[nn.Module]:
+def layers_to_shard(network: nn.Module, classes: Sequence[str] = ()) -> list[nn.Module]:
     """Return the modules that FSDP shards one by one, innermost first: modules of ``classes``, by default the layers of the network.
 
     Raises:

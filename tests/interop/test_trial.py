@@ -19,7 +19,7 @@ from torch import nn
 from minitx.check.properties import compare, hidden_tokens, later_tokens, rounding
 from minitx.interop import adopt, adopt_hf, release_hf
 from minitx.interop.adopted_core import adopted_cores
-from minitx.interop.trial import Trial, answer, made_up_inputs, settled
+from minitx.interop.trial import AdoptionTrial, answer, made_up_inputs, settled
 from tests import pretend
 from tests.interop.families import (
     BESIDE,
@@ -375,7 +375,7 @@ def test_made_up_rows_hold_no_special_token_and_one_of_them_is_padded():
     inputs = made_up_inputs(model)
     assert {*inputs["input_ids"].flatten().tolist()} <= {*range(90, 99)}
     assert inputs["attention_mask"].sum(1).tolist() == [9, 6]
-    assert Trial(model, inputs).counts.shape == (4, 9)
+    assert AdoptionTrial(model, inputs).counts.shape == (4, 9)
     assert made_up_inputs(build("T5"))["decoder_input_ids"].shape == (2, 5)
     assert made_up_inputs(build("ViT").half())["pixel_values"].dtype == torch.half
 

@@ -156,7 +156,7 @@ FAULTS = (
         "clip_by_local_norm",
         "FSDP2: each process clips by the norm of its part",
         f"{PROCESSES}:total_norm",
-        "_whole(torch.nn.utils.get_total_norm(gradients))",
+        "_whole_tensor(torch.nn.utils.get_total_norm(gradients))",
         "torch.nn.utils.get_total_norm(local_parts(gradients))",
     ),
     Fault(
