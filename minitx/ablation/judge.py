@@ -144,7 +144,7 @@ class Arm:
         return tied[(len(tied) - 1) // 2] if tied else None
 
     def _cost(self, endpoint: Endpoint, rate: str | None, seed: int) -> float:
-        """The cost of a finished run, which every other seed asks for."""
+        """The cost of a finished run, cached because every other seed needs it."""
         place = (endpoint.name, rate, seed)
         if place not in self._costs:
             self._costs[place] = endpoint.cost(self.done[rate, seed])
@@ -401,7 +401,7 @@ def verdicts(findings: Findings) -> Iterator[Verdict]:
 
 
 def _divisor(findings: Findings, finding: Contrast, expected: ExpectedConfig) -> Contrast | None:
-    """Return the finding of ``over`` by which the estimate is divided, or None."""
+    """Return the finding of ``over`` that divides the estimate, or None."""
     if (over := expected.over) is None:
         return None
     factors = findings.grid.studies[over.study].factors
@@ -427,7 +427,7 @@ def _measured(finding: Contrast, expected: ExpectedConfig, divisor: Contrast | N
 
 
 def _status(finding: Contrast, measured: Span | None, expected: ExpectedConfig, divisor: Contrast | None) -> str:
-    """Return the status. It is UNDECIDED with fewer than five seeds, also of the divisor, or if runs at their cap leave it open."""
+    """Return the status. It is UNDECIDED if the finding or its divisor has fewer than five seeds, or if runs at their cap leave it open."""
     if measured is None or (finding.share_interval if expected.share else finding.interval) is None:
         return "UNDECIDED"
     if divisor is not None and divisor.interval is None:

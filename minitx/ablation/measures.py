@@ -51,7 +51,7 @@ LARGEST_ERROR = 1e-5
 MEASURES = ("loss_at_N", "attention_error", "attention_cost", "operations")
 """Names of the numbers that ``Measures`` can write, for ``measures`` of a study. N is a length."""
 _ROWS = 8
-_COUNTED = 3  # the first step without a probe, which come after updates 1, 2, 4, 8, …
+_COUNTED = 3  # the first step without a probe; probes come after updates 1, 2, 4, 8, …
 
 
 def check_measures(grid: AblationConfig) -> None:
@@ -71,7 +71,7 @@ class SameStart(L.Callback):
     Args:
         path: the value of ``init_from.path`` (a checkpoint, a folder, or a name on the hub), or of ``model.path``.
         model: for a model that is loaded by its own target, such as ``minitx.interop.pretrained_hf``: a function of ``task``
-            and ``num_labels`` that loads it again, as it is at ``path``.
+            and ``num_labels`` that loads the model at ``path`` again.
         trust: execute the code that a checkpoint names, as the run does with ``trust=true``.
 
     Raises:
@@ -122,7 +122,7 @@ class Measures(L.Callback):
                            is the same for every N: ``evaluation.num_rows`` rows of the training length
     ``attention_error``    ||core - exact||_F / ||exact||_F of the trained attention, averaged over layers, on 8 validation
                            rows (exact: softmax attention with the same scale and mask, without a window)
-    ``attention_cost``     FLOPs of the cores in a forward pass, divided by those of the ``math`` backend on the same rows
+    ``attention_cost``     FLOPs of the cores in a forward pass, divided by the ``math`` backend's FLOPs on the same rows
     ``operations``         FLOPs of training step 3: forward and backward pass, hooks and the optimizer. A probe in this step
                            (``callbacks.probe.every`` 1 or 3) counts too
     =====================  ======================================================================================

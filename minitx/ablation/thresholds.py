@@ -1,6 +1,6 @@
 """The largest stable learning rate of a trained model, by doubling and then bisection. Each rate is tried with one training run.
 
-The runs equal those of ``scripts/train.py`` with ``optimizer.lr=RATE`` and the other overrides of the cell: they use the same
+The runs are the same as with ``scripts/train.py``, ``optimizer.lr=RATE`` and the other overrides of the cell: they use the same
 data, network, ``TrainingModule`` and Lightning loop. Data, network and starting weights are loaded once for all rates. A run is
 not logged, saved or validated, and ends when it fails.
 """

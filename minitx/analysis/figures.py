@@ -194,7 +194,7 @@ def _texts_of(tokens: Any, L: int, S: int) -> list[list[str]]:
 
 
 def _draw_map(layer: AttentionMap, head: int, texts: Sequence[Sequence[str]], title: str, hidden: str) -> Figure:
-    """Draw one head of ``layer``, which has one row, with the texts of queries and keys. ``hidden`` explains the hatched cells."""
+    """Draw one head of ``layer`` (a single row) with the texts of queries and keys. ``hidden`` explains the hatched cells."""
     L, S = layer.weights.shape[2:]
     cell = max(0.034, min(0.42, 6.8 / max(L, S)))  # inches
     width, height = max(S * cell, 1.5), max(L * cell, 1.5)
@@ -215,14 +215,14 @@ def _draw_map(layer: AttentionMap, head: int, texts: Sequence[Sequence[str]], ti
 
 
 def masked_weights(layer: AttentionMap, head: int) -> Any:
-    """Return the weights (L, S) of one head of ``layer``, which has one row, as a numpy array in which hidden cells are masked."""
+    """Return the weights (L, S) of one head of ``layer`` (a single row) as a numpy array with hidden cells masked."""
     import numpy as np
 
     return np.ma.masked_array(layer.weights[0, head].float().numpy(), ~layer.visible[0, head].numpy())
 
 
 def draw_weights(ax: Axes, layer: AttentionMap, head: int, extent: tuple[float, float, float, float]) -> AxesImage:
-    """Draw ``layer``, which has one row, into the rectangle (left, right, bottom, top). Hidden cells are transparent."""
+    """Draw ``layer`` (a single row) into the rectangle (left, right, bottom, top). Hidden cells are transparent."""
     from matplotlib.colors import PowerNorm
     from matplotlib.patches import Rectangle
 

@@ -305,7 +305,7 @@ def excess_of(value: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _by_head(value: Tensor, uniform: Tensor, position: Tensor | None = None) -> list[PatternScore]:
-    """One score per head, from tensors (n, H). ``position`` is NaN in the sentences on which the position was chosen."""
+    """One score per head, from tensors (n, H). ``position`` is NaN in the sentences that chose the position."""
     position = torch.full_like(value, math.nan) if position is None else position
     out = []
     for v, u, p in zip(value.T, uniform.T, position.T, strict=True):

@@ -239,10 +239,10 @@ class _Change:
         return out
 
     def begin_call(self, tensor: Tensor, places: Tensor) -> None:
-        """Note a call in which ``tensor`` is replaced at these ``places`` of the text, if any."""
+        """Note a call that replaces ``tensor`` at these ``places`` of the text, if any."""
 
     def replacement(self, tensor: Tensor, old: Tensor, index: Any, index_in_text: Any, kept: Tensor) -> Tensor:
-        """Return what replaces ``old``, which is ``tensor[index]``: the ``kept`` ones of the chosen positions."""
+        """Return the replacement of ``old`` (``tensor[index]``): the ``kept`` ones of the chosen positions."""
         raise NotImplementedError
 
     def expanded(self, new: Tensor, old: Tensor, length: int) -> Tensor:

@@ -436,7 +436,7 @@ def refuse_compiled(model: nn.Module) -> None:
         RuntimeError: a part of ``model`` is compiled. The message names it.
     """
     for name, module in model.named_modules():
-        # torch.compile(module) or module.compile(), for which torch has no public test
+        # torch.compile(module) or module.compile(): torch has no public test for them
         if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
             raise RuntimeError(
                 f"{name or type(module).__name__} is compiled, and hooks added after compiling never fire: capture the plain module"

@@ -1,4 +1,4 @@
-"""Activation checkpointing runs changed calls again in the backward pass, which must not lose the change."""
+"""Activation checkpointing runs changed calls again in the backward pass: the second run must have the change, too."""
 
 from __future__ import annotations
 

@@ -290,7 +290,7 @@ class Buffers(NamedTuple):
 
 
 def _of_rows(tile: Tile, inverse: Tensor, buffers: Buffers) -> dict[str, Tensor]:
-    """Return what the statistics need of each row of a tile, (B, H, l) each.
+    """Return the values of each row of a tile that the statistics need, (B, H, l) each.
 
     Args:
         inverse: (B, H, S), 1 / ‖k‖.
@@ -358,7 +358,7 @@ def _scores_into(out: Tensor, query: Tensor, key: Tensor, scale: float) -> Tenso
 
 
 def _zero_hidden(x: Tensor, visible: Tensor) -> Tensor:
-    """Set x to 0 at hidden keys, also if it is NaN there. On the bits, this takes a quarter of the time of ``torch.where`` on a CPU."""
+    """Set x to 0 at hidden keys, even where it is NaN. On the bits, this takes a quarter of the time of ``torch.where`` on a CPU."""
     bits = torch.int64 if x.dtype == torch.float64 else torch.int32
     x.view(bits).bitwise_and_(-visible.to(bits))
     return x

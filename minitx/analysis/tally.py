@@ -17,7 +17,7 @@ class Tally:
         row: the number of the row that is shown. rows: the number of rows.
         asked: the number of questions whose right answer is known. right: the number of right answers to them.
         keyed: the number of questions with a key that holds the answer.
-        on_key: by the name of a layer's core, for each head: the number of these questions in which the key has the largest weight.
+        on_key: by the name of a layer's core, for each head: the number of these questions whose key has the largest weight.
     """
 
     row: int

@@ -95,7 +95,7 @@ class CalledModel:
 
     @property
     def stream(self) -> Stream:
-        """The stream to which the outputs belong."""
+        """The stream that the outputs belong to."""
         return self.streams[-1]
 
     @property
@@ -436,7 +436,7 @@ def returned_cache(result: Any, name: str) -> Any:
 def _returns_cache(called: CalledModel) -> bool:
     """Return whether the model gives back a cache of its tokens.
 
-    A recurrent state is none: a bidirectional model has one, too. A layer reads vectors, and its caller's mask says what it sees.
+    A recurrent state declares nothing: bidirectional models have one, too. Nor does a layer: its caller's mask decides.
     """
     if called.cache in (None, "state", "hidden") or not called.streams or called.stream.width is not None:
         return False

@@ -97,7 +97,7 @@ CASES = (
     Case("very low scores beside a mask", 5, mask="keys", low=-3e10, is_extreme=True),
     *HALF,
 )
-"""The cases that find the way of calling and the mistakes, in the order in which mistakes should be mended."""
+"""The cases that find the way of calling and the mistakes, in the order to fix mistakes."""
 
 DRAWS = (
     Case("one sequence", batch=1),

@@ -36,7 +36,7 @@ class Pair:
         is_matched: for each step of the port, whether the reference has it.
         near: the steps of the port around the place where they differ.
         tables: the paths of embeddings, by key.
-        fresh: the outputs of the reference that the port lacks, and those of tables, the first of all layers, by key.
+        fresh: the outputs of the reference that the port lacks, and the outputs of tables, the first of all layers, by key.
         leaves: the outputs of the modules of the reference without children, by path.
         suspects: those that the port lacks although it has the input, the first of all layers, by key.
     """

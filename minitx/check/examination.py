@@ -54,7 +54,7 @@ class Examination:
         inputs: random rows. base: the output for them. noise: the largest change of the output by rounding.
         turned: streams whose mask has the opposite meaning of its name.
         expect: the caller's argument. repeat: the command that repeats a check, with a place for its options.
-        taken_as: a description of what a token sees, and the reason. "": it was not looked at.
+        taken_as: a description of the positions that a token sees, and the reason. "": not examined.
     """
 
     def __init__(self, called: CalledModel, seed: int, expect: str, repeat: str) -> None:
@@ -110,7 +110,7 @@ class Examination:
         self.is_measured = True
 
     def _settle_layout(self) -> None:
-        """Take the tokens as (L, B) if the rows of (B, L) change each other, and those of (L, B) do not.
+        """Take the tokens as (L, B) if the rows of (B, L) change each other, and the rows of (L, B) do not.
 
         Ids whose order along the first axis does not matter are (B, L): in a model of (L, B), the order of tokens matters.
         """
@@ -329,7 +329,7 @@ class Examination:
     def judge(self, check: str, gap: Gap, key: str, *calls: Any, explained_by: str = "", **words: Any) -> bool:
         """Record a comparison, and return whether it passed. If it failed, the finding ``key`` says why, unless another does.
 
-        ``calls``: the arguments of ``where``, which ends the witness.
+        ``calls``: the arguments of ``where``. Its text ends the witness.
         """
         if gap.is_rounding:
             self.passed(check, gap)

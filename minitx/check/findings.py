@@ -120,7 +120,7 @@ FINDINGS: dict[str, tuple[Severity | None, *tuple[str, ...]]] = {
     "changes-the-mask": (WRONG, "it changes {mask} in place, so the next layer gets another mask", "Copy {mask} before you change it."),
     "idle-parameters": (WRONG, "unused parameters: {names}"),
 }  # fmt: skip
-"""The findings by their ids, which may have a part of their own. A severity of None depends on what is declared."""
+"""The findings by their ids. An id may have a placeholder. A severity of None depends on the declaration."""
 
 
 def finding(key: str, severity: Severity | None = None, **words: Any) -> Finding:

@@ -20,7 +20,7 @@ from minitx.check.properties import Gap
 from minitx.check.results import FRAGILE, WRONG
 
 BACK = 3
-"""The number of tokens by which a cache is cut back."""
+"""The number of tokens cut from a cache."""
 
 
 def cache(exam: Examination) -> None:

@@ -48,7 +48,7 @@ PROPERTIES: dict[str, Callable[[Examination], None]] = {
     "bfloat16": behaviour.bfloat16,
     "compile": behaviour.compiled,
 }
-"""The properties by the words of ``only``, in the order in which mistakes should be mended."""
+"""The properties by the words of ``only``, in the order to fix mistakes."""
 
 EXPECT = r"(causal|bidirectional|window:[1-9]\d*)(,relative)?|relative"
 

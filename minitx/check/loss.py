@@ -13,7 +13,7 @@ from minitx.check.examination import Examination
 from minitx.check.results import FRAGILE, WRONG, Finding
 
 NO_LABEL = -100
-"""The label of a token that is no target, in torch."""
+"""torch's label of a token that isn't a target."""
 
 EXACT = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 """The largest relative difference from the mean by rounding, by the dtype of the logits."""
@@ -53,7 +53,7 @@ def loss(exam: Examination) -> None:
 
 
 def _difference(exam: Examination, name: str, labels: Tensor, shift: int) -> float:
-    """The relative difference of the loss from the mean cross-entropy of output i and label i + ``shift``. inf: there is no loss."""
+    """The relative difference of the loss from the mean cross-entropy of output i and label i + ``shift``. inf: no loss."""
     inputs = {stream: tokens[: len(labels)] for stream, tokens in exam.inputs.items()}
     options: dict[str, Any] = {name: labels}
     result = exam.called.run(inputs, **options)

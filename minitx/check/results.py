@@ -105,7 +105,7 @@ class Report:
         checks: all checks, including those that were not tried.
         findings: the mistakes, the worst first. Within a severity, the finding to mend first comes first.
         stage: the stage of a graded exercise. None: not graded.
-        taken_as: what the tokens of a model see, and why it is judged so. "": not looked at.
+        taken_as: a description of the positions that a token sees, and the reason. "": not examined.
     """
 
     subject: str

@@ -71,14 +71,14 @@ class Trial:
 
     @property
     def oddity(self) -> tuple[bool, bool, int, int]:
-        """Return a sort key: usual ways of calling, and ways in which nothing raises, come first."""
+        """Return a sort key: usual ways of calling, and ways that raise no error, come first."""
         is_hiding = self.way.form is not None and self.way.form.hides
         raising = sum(outcome.output is None for outcome in self.outcomes.values())
         return is_hiding, self.is_causal, raising, -len(self.outcomes)
 
 
 class Expected:
-    """Attention with mistakes: its output (None if it raises) and its gradients, which are computed when needed."""
+    """Attention with mistakes: its output (None if it raises) and its gradients, computed when needed."""
 
     def __init__(self, inputs: Operands, mistakes: Mistakes) -> None:
         steps = replace(DEFINITION, **{name: step for mutant in mistakes for name, step in mutant.instead.items()})
@@ -291,7 +291,7 @@ def _explaining(judge: Judge, possible: Iterable[Mistakes], trial: Trial, is_str
     if not is_strict and (len(chosen) == len(trial.ordinary) or judge.fits_all(chosen)):
         return []
     ordered = sorted(chosen, key=judge.fits)
-    # attention that is taken to be causal ignores no option, and a layer may have a norm of its own
+    # attention that is taken to be causal ignores no option, and a layer may have its own norm
     senseless = ["causal ignored"] * trial.is_causal + [
         "cosine of query and key",
         "cosine without scale",
@@ -335,7 +335,7 @@ def beyond(judge: Judge, trial: Trial) -> str:
     """Return what the attention does beyond the definition, or an empty string: nothing that its weights show, or a mistake.
 
     The weights are computed from the outputs and the values. They show more than the definition if the output of a query is a mean of
-    its own values, and the weights are neither those of the definition nor those of scores times a factor. If the plain case is right,
+    its own values, and neither the definition nor scores times a factor give these weights. If the plain case is right,
     they can show a window.
     """
     plain = [o for o in trial.ordinary if not (o.case.mask or o.case.is_causal)]

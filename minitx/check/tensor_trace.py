@@ -74,8 +74,8 @@ class Site(SimpleNamespace):
     Attributes:
         number: the place among all attentions. start: the number of steps before the product of queries and keys.
         query, key, value, merged: (B, H, L, D).
-        raw: (B, H, L, L), the product of queries and keys. scores: the argument of the softmax. whole: the last scores of which none is
-            hidden. Of the model: the output of the last module, such as logits before a soft-cap, and the output.
+        raw: (B, H, L, L), the product of queries and keys. scores: the argument of the softmax. whole: the last scores without a
+            hidden one. Of the model: the output of the last module, such as logits before a soft-cap, and the output.
     """
 
 

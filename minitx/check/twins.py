@@ -56,14 +56,14 @@ def twin(
 
     Both are copied and called with the same tokens, in float64 if possible. Each tensor of one call is looked up in the other call, in
     any layout. Where the port differs, changes of a catalogue are tried on the reference, with numbers measured in both calls. A change
-    is named if further tensors of the port then equal those of the reference to rounding. It stays, and the rest is compared, so that a
+    is named if further tensors of the port then equal the reference's to rounding. It stays, and the rest is compared, so that a
     second mistake is found, too.
 
     Args:
         mine: a model, or a function from ids (B, L) to logits (B, L, V).
         reference: the same.
         ids: int (B, L). Default: two random rows.
-        weights: a function from the state dict of the reference to that of the port. Default: the reference's weights if the names are
+        weights: a function from the reference's state dict to the port's. Default: the reference's weights if the names are
             equal; otherwise both models keep their weights.
         seed: the seed of the tokens, and of the noise that replaces constant weights. device: the device of the copies.
         repeat: the command that repeats the report.

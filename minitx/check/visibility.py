@@ -1,4 +1,4 @@
-"""Checks of what a token may see: only its row, and in a causal model no later tokens."""
+"""Checks of the tokens that a token may see: only its row, and in a causal model no later tokens."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def _gradient_flow(exam: Examination, id: str) -> None:
     if cut.any():
         i, j = cut.nonzero()[-1].tolist()
         witness = f"changing token {j} moves the output of token {i} by {influence[i, j]:.2g}, but its gradient is 0; {int(cut.sum())} such pairs"
-        half = 0.5 * int(seen.sum()) - int(seen.diagonal().sum())  # of the effects, less those of a token on itself
+        half = 0.5 * int(seen.sum()) - int(seen.diagonal().sum())  # half of the effects, less each token's effect on itself
         exam.demand(not 0 < half < int(cut.sum()), "gradient-cut", witness=witness)
         exam.note("gradient-cut-in-part", witness=witness)
     late = grads.triu(1) > 1e-6 * grads.max() if exam.is_causal else torch.zeros_like(zero)

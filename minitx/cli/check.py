@@ -43,7 +43,7 @@ class CheckConfig(ProgramConfig):
         model: a Hugging Face folder, a checkpoint or the folder of a run, instead of FILE.py:NAME.
         only: properties of a model to check, such as causality,padding.
         like: the reference of a port: FILE.py:NAME or a folder; reports why the two models differ.
-        weights: FILE.py:NAME of a function from the state dict of the reference to that of the port; null: equal names or equal weights.
+        weights: FILE.py:NAME of a function from the reference's state dict to the port's; null: equal names or equal weights.
         expect: what an output may depend on: causal, bidirectional or window:4, and relative for positions; null: a model that declares
             nothing is only described.
         trust: build any class that a checkpoint names. This can run arbitrary code.
@@ -195,7 +195,7 @@ def _twin_report(subject: Any, config: CheckConfig) -> Report:
 
 
 def _command(config: CheckConfig, *keys: str) -> str:
-    """Return the command that repeats a check, with those of ``keys`` that are set, and with the seed."""
+    """Return the command that repeats a check, with the seed and every key of ``keys`` that is set."""
     subject = f"model={config.model}" if config.model else config.target
     typed = [key for key in keys if key in config.typed_keys or key == "seed"]
     return f"minitx-check {shlex.join([subject, *(f'{key}={shown(getattr(config, key))}' for key in typed)])}"
@@ -207,7 +207,7 @@ def _refusing_device(device: str) -> AbstractContextManager[None]:
 
 
 def _instance_of(subject: Any, target: str) -> Any:
-    """Return what a class of modules or a function without required arguments returns, or else the subject."""
+    """Call the subject if it is a class of modules or a function without required arguments, and return the result; else the subject."""
     from torch import nn
 
     if isinstance(subject, nn.Module) or (inspect.isclass(subject) and not issubclass(subject, nn.Module)):

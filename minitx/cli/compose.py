@@ -118,7 +118,7 @@ def build_config(config: DictConfig, words: Sequence[str] = ()) -> RunConfig:
 
 
 def _variables(config: DictConfig, names: Iterable[str]) -> set[str]:
-    """Return the keys that are not keys of a run: ``debug`` and ``ablation``, and the user's variables, which a value refers to."""
+    """Return the keys that are not keys of a run: ``debug`` and ``ablation``, and the user's variables in other values."""
     unresolved = json.dumps(OmegaConf.to_container(config))
     return {"debug", "ablation"} | {name for name in names if re.search(rf"\$\{{{re.escape(name)}[.\[}}]", unresolved)}
 
@@ -223,7 +223,7 @@ def _keys_of(words: Sequence[str]) -> list[str]:
 
 
 def _hydra_config(words: Sequence[str]) -> DictConfig:
-    """Like ``hydra_config``, but errors are those of Hydra."""
+    """Like ``hydra_config``, but with Hydra's own errors."""
     register_defaults()
     overrides = [word for word in words if not word.startswith(CONFIG_DIR)]
     folders = find_own_modules(words)
@@ -235,7 +235,7 @@ def _hydra_config(words: Sequence[str]) -> DictConfig:
 
 @contextmanager
 def _outside_of_jobs() -> Iterator[None]:
-    """A context in which Hydra, a singleton, composes even if it is running a job."""
+    """A context that lets Hydra, a singleton, compose even while it runs a job."""
     running = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:

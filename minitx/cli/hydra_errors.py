@@ -82,7 +82,7 @@ class CommandLine:
         words: overrides, and ``--config-dir=FOLDER``.
         keys_of: a function from valid words to all keys of their config, as ``group.key``.
         sweeps: whether ``a=1,2`` is a sweep (``-m``).
-        of_run: whether it is a command line of ``train.py``, which alone has files of options.
+        of_run: whether it is a command line of ``train.py``, the only program with files of options.
     """
 
     words: Sequence[str]
@@ -197,7 +197,7 @@ class CommandLine:
 
 
 def _choices(value: Any) -> list[Any]:
-    """Return the options that the value of a group names: one, several, or those of a sweep."""
+    """Return the options that the value of a group names: one, several, or a sweep's."""
     if isinstance(value, ChoiceSweep):
         return [choice for entry in value.list for choice in _choices(entry)]
     if isinstance(value, list):

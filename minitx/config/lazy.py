@@ -1,4 +1,4 @@
-"""Packages whose names are imported on first use (PEP 562), so that a part of minitx loads only what it needs."""
+"""Packages whose names are imported on first use (PEP 562), so that a part of minitx loads only the modules that it needs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def on_first_use(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
     """Return ``__getattr__`` and ``__dir__`` of a package that imports its public names under ``if TYPE_CHECKING``.
 
     Type checkers read these imports. At run time, the first use of a name makes the import. Each name is thus written once:
-    ``lazy_loader`` would need a stub file of imports beside each package.
+    ``lazy_loader`` would need a stub file of imports for each package.
     """
 
     @functools.cache

@@ -98,7 +98,7 @@ Fraction = Annotated[float, Bound("lie in (0, 1)", _is_fraction)]
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The base class of configs. It reads its fields by their hints, sets those of ``derived``, and then calls ``check``."""
+    """The base class of configs. It reads its fields by their hints, sets the fields in ``derived``, and then calls ``check``."""
 
     def __post_init__(self) -> None:
         hints = hints_of(type(self))  # type: ignore[arg-type]  # a class is hashable

@@ -16,7 +16,7 @@ IGNORED = -100
 """The label of positions that the loss and the metrics ignore."""
 
 CONFIG_DIR = "--config-dir="
-"""The option of the command line that names a folder of the user's configs."""
+"""The command-line option for a folder of user configs."""
 
 MODEL = "minitx.nn.build_model"
 """The ``_target_`` of our models, whose arguments are the fields of ``TransformerConfig``."""

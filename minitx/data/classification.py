@@ -115,7 +115,7 @@ def classify(
 def _text_rows(examples: Examples, tokenizer: Tokenizer, max_len: int) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the rows of a split (class token if any, first text, separator, second text), and sentences about truncated rows.
 
-    The separator is the end mark, or the class token if there is no end mark.
+    The separator is the end mark, or the class token if the tokenizer has no end mark.
     """
     texts, labels = examples
     marks = tokenizer.mark_ids

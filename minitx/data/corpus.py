@@ -539,7 +539,7 @@ def cached(cache_dir: str | Path | None, name: str, source: str, build: Callable
 
 
 def token_arrays(path: Path, record: Mapping[str, Any]) -> tuple[TokenArray, TokenArray]:
-    """Return the ids of training and of validation, which are stored one after the other in the file at ``path``."""
+    """Return the ids of training and of validation, stored one after the other in the file at ``path``."""
     cut, rest = (record["splits"][split]["tokens"] for split in ("train", "val"))
     return TokenArray(path, record["dtype"], 0, cut), TokenArray(path, record["dtype"], cut, cut + rest)
 

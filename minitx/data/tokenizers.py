@@ -42,7 +42,7 @@ class Tokenizer:
     """A ``tokenizer.json``. A text never becomes a mark or another special token.
 
     The names of special tokens in a text are read as plain characters. If the vocabulary has such a name as a word, as T5's has
-    ``</s>``, a text with this name is an error. Padding, truncation and special tokens around a text, which the file may define, are not
+    ``</s>``, a text with this name is an error. The file's padding, truncation and special tokens around a text are not
     applied. Batches are encoded on all cores. A character model (``train_tokenizer("char", ...)``) looks its ids up in a table.
 
     Args:
@@ -227,7 +227,7 @@ class Tokenizer:
         return cls(values["json"], values.get("chat_template"), values.get("special_tokens"))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data, from which ``from_dict`` makes an equal tokenizer."""
+        """Return plain data that ``from_dict`` turns into an equal tokenizer."""
         optional = {"chat_template": self.chat_template, "special_tokens": self.special_tokens}
         present = {name: value for name, value in optional.items() if value}
         return {"kind": "tokenizers", "json": self._model.to_str(), **present}
@@ -339,7 +339,7 @@ def _byte_pairs(chunks: Iterable[str], vocab_size: int, special: list[str]) -> t
 
 
 def _character_model(characters: Iterable[str], special: Sequence[str]) -> tokenizers.Tokenizer:
-    """A model of whole words in which every character is a word."""
+    """A model of whole words; every character is a word."""
     words = [UNKNOWN_TOKEN, *sorted(characters), *special]
     model = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN_TOKEN))
     model.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")

@@ -260,7 +260,7 @@ def date_patterns(locale: Any) -> list[str]:
 
 
 def write_date(day: datetime.date, tag: str, locale: Any, pattern: str) -> str:
-    """Return a date after its locale, which determines the order of day and month.
+    """Return a date with day and month in the order of its locale.
 
     >>> from babel import Locale
     >>> write_date(datetime.date(1999, 3, 7), "de", Locale.parse("de"), "d. MMMM y")

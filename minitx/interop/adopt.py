@@ -55,7 +55,7 @@ class Adoption:
     """What ``adopt_hf`` changed in a model, for ``release_hf``.
 
     Attributes:
-        configs: pairs of a config's copy, which the adopted model uses, and the original.
+        configs: pairs of a config's copy, used by the adopted model, and the original.
         tracker: records the running calls for the cores.
         hooks: the handles of the hooks of ``tracker``.
     """
@@ -254,7 +254,7 @@ def _layers_without_core(model: nn.Module) -> list[str]:
 def _mark_blocks(model: nn.Module, layers: Collection[nn.Module]) -> None:
     """Mark the blocks for analysis of the residual stream: layers of transformers' class, or else items of a list (ALBERT).
 
-    In a hybrid (Qwen3-Next, Bamba), the blocks are all layers of a list in which some layers have attention.
+    In a hybrid (Qwen3-Next, Bamba), the blocks are all layers of a list, and only some have attention.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 

@@ -30,8 +30,8 @@ UNSUPPORTED = ("indices", "block_indices", "sinks")
 class AdoptedCore(OtherScale, DotProductAttention):
     """The core of an adopted attention module. It has no parameters, so state dicts do not change.
 
-    ``model_scale`` is the scale that the model used in the last call, and ``model_factor`` the part of it by which the module had
-    already multiplied its queries. ``is_cross`` is whether the running attention module got other states for its keys.
+    ``model_scale`` is the scale that the model used in the last call, and ``model_factor`` the part of it that the module had
+    already multiplied into its queries. ``is_cross`` is whether the running attention module got other states for its keys.
     """
 
     def __init__(self, tracker: CallTracker, *, backend: str = "auto") -> None:
@@ -106,7 +106,7 @@ def outermost(module: nn.Module) -> Iterator[Any]:
 
 @dataclass(eq=False, slots=True)
 class InterfaceCall:
-    """The arguments with which transformers calls a function of its ``AttentionInterface``.
+    """The arguments of transformers' call of a function of its ``AttentionInterface``.
 
     Attributes:
         module: the attention module.
@@ -160,7 +160,7 @@ class InterfaceCall:
         return S
 
     def bias(self, S: int) -> Tensor | None:
-        """Return what is added to the scores of the first ``S`` keys."""
+        """Return the bias of the scores of the first ``S`` keys."""
         parts = (self.position_bias, self.attention_mask)
         added = [part[..., :S] for part in parts if part is not None and part.dtype != torch.bool]
         return reduce(operator.add, added) if added else None

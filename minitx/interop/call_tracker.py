@@ -55,7 +55,7 @@ class ModelCall:
         needs_weights: whether this call, or a call around it, has ``output_attentions=True``.
         key_masks: the real keys of the running model, bool (B, S), from its ``attention_mask``, and the real keys of the other
             sequence. None: no padding.
-        masks: the bool masks of the outermost call, by the arguments from which they were built. Its layers share them, and the results
+        masks: the bool masks of the outermost call, by the arguments that built them. Its layers share them, and the results
             that kernels store with a mask.
     """
 
@@ -131,7 +131,7 @@ class CallTracker:
         calls.append(ModelCall(self.needs_weights, key_masks, outer.masks))
 
     def wrap_checkpoints(self) -> None:
-        """Wrap the checkpoint functions. They have no public access in transformers, which may set them at any time."""
+        """Wrap the checkpoint functions. They are private in transformers, and it may set them at any time."""
         for module in self.checkpointed:
             function = vars(module).get("_gradient_checkpointing_func")
             if function is not None and not isinstance(function, CheckpointFunction):

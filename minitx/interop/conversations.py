@@ -1,4 +1,4 @@
-"""Fine-tuning on conversations. transformers renders the chat template, and the loss is on what the assistant writes."""
+"""Fine-tuning on conversations. transformers renders the chat template, and the loss is on the assistant's messages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Message = Mapping[str, Any]
 
 NEEDS_END = "must write a special token, such as {{ eos_token }}, after each answer, or enclose answers in {% generation %}"
 BREAK, OTHER = "\ufdd0", "\ufdd1"
-"""Noncharacters of Unicode, which occur in no text: one separates the letters of a special token's name in a message, the other
+"""Noncharacters of Unicode (no text has them): one separates the letters of a special token's name in a message, the other
 stands for another message."""
 
 
@@ -76,7 +76,7 @@ class ChatFormat:
     def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of a conversation, and a bool array of the same shape, True for tokens that count.
 
-        The tokens inside of ``{% generation %}`` count if the template has it. Otherwise, what the assistant writes counts: from the end
+        The tokens inside of ``{% generation %}`` count if the template has it. Otherwise, the assistant's messages count: from the end
         of the generation prompt (from the text of the message, if there is no prompt) to the special token that ends the message.
 
         Raises:
@@ -141,7 +141,7 @@ class ChatFormat:
         return ""
 
     def _answer(self, messages: Sequence[Message], add_generation_prompt: bool, text: str, i: int) -> tuple[int, int]:
-        """Return the place in ``text`` of what the assistant writes as message ``i``, up to the special token that ends it.
+        """Return the place in ``text`` of message ``i``, by the assistant, up to the special token that ends it.
 
         What ``text`` has more than the messages before it, or without a later message, is the answer. A template may write these
         differently if others follow. The answer is then what differs if ``messages[i]`` is another message.
@@ -283,5 +283,5 @@ def _one_of(names: Iterable[str]) -> str:
 
 
 def _num_shared(first: str, second: str) -> int:
-    """The number of characters with which both texts begin."""
+    """The length of the common prefix of both texts."""
     return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))))

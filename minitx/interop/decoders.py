@@ -399,4 +399,4 @@ GEMMA3 = _gemma_family(
 )
 
 DECODERS = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3)
-"""The families, in the order in which ``save_hf`` tries them."""
+"""The families, in the order that ``save_hf`` tries them."""

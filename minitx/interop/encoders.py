@@ -265,4 +265,4 @@ T5 = Family(
 )
 
 ENCODERS = (BERT, ROBERTA, T5, VIT)
-"""The families, in the order in which ``save_hf`` tries them."""
+"""The families, in the order that ``save_hf`` tries them."""

@@ -56,7 +56,7 @@ def pretrained_hf(
 
     Args:
         path: a folder with ``config.json`` and weights, or a name on the hub.
-        task: the kind of task, which determines the head: ``language_model``, ``masked_lm``, ``seq2seq``, ``classify`` or ``tag``. In
+        task: the kind of task. It determines the head: ``language_model``, ``masked_lm``, ``seq2seq``, ``classify`` or ``tag``. In
             a run, the data decide. Default, and for ``other``: the class that ``config.json`` names. A head that the folder does not
             have is new.
         adopt: run attention through our core (``adopt_hf``), for probes, the viewer, interventions and ``scale``.
@@ -161,7 +161,7 @@ def load_folder(folder: Path, task: str | None = None, num_labels: int | None = 
             model, loading = _class_for(config, task).from_pretrained(
                 folder,
                 dtype="float32",
-                attn_implementation="eager",  # a config may name a kernel of the hub, which is code
+                attn_implementation="eager",  # a config may name a kernel of the hub, and kernels are code
                 use_safetensors=True,
                 output_loading_info=True,
                 **local,
@@ -207,7 +207,7 @@ def _class_for(config: Any, task: str | None) -> Any:
 
 
 def _without_kernels(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config without the names of attention functions, because these may be kernels of the hub, which are code."""
+    """The config without the names of attention functions, because these may be kernels of the hub, and kernels are code."""
     kept = {name: value for name, value in config.items() if "attn_implementation" not in str(name)}  # id2label has numbers
     return {name: _without_kernels(value) if isinstance(value, Mapping) else value for name, value in kept.items()}
 

@@ -177,7 +177,7 @@ def save_hf(
 
 
 def _check_unchanged(model: nn.Module) -> None:
-    """Raise an error unless ``model`` is one of ours and has the parts and settings that its config builds, without hooks."""
+    """Raise an error unless ``model`` is a minitx model and has the parts and settings that its config builds, without hooks."""
     if not isinstance(model, TransformerModel):
         hint = "save other models with their own library"
         if hasattr(model, "merge_and_unload"):

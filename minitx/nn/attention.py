@@ -341,7 +341,7 @@ class MultiHeadAttention(nn.Module):
 
         Raises:
             ValueError: an option that torch's layer does not have (the message names it); a projection whose result may depend on
-                more than its weight and bias (LoRA, pruned, parametrised, with hooks); or query, key and value projections of which
+                more than its weight and bias (LoRA, pruned, parametrised, with hooks); or query, key and value projections when
                 only some are frozen, because torch joins them in one parameter.
         """
         E, H = self.embed_dim, self.num_heads

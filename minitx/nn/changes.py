@@ -66,7 +66,7 @@ def joined(words: Sequence[str], separator: str = "; ") -> str:
 def structure_of(model: nn.Module) -> dict[str, Any]:
     """Return, by name, the class of each module and the shape of each parameter and buffer.
 
-    A further name of a module or tensor has its first name. A core under attention that is not ours (``OtherScale``) is no part; its
+    A further name of a module or tensor has its first name. A core under attention that is not ours (``OtherScale``) isn't a part; its
     score scale is, if it was changed.
     """
     first: dict[Any, str] = {}

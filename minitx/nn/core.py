@@ -15,7 +15,7 @@ from minitx.nn.precision import full_precision
 
 
 class EfficientAttention(nn.Module):
-    """The base of the cores in ``minitx.nn.efficient``, which do not compute the softmax of q·k over all keys. Subclasses define ``attend``.
+    """The base of the cores in ``minitx.nn.efficient``, for attention without a softmax of q·k over all keys. Subclasses define ``attend``.
 
     A core takes an ``AttentionCall``, as ``DotProductAttention`` does. ``refusals`` lists the options that it does not support, with
     the reason. The computation is in at least float32, under autocast too. The output has the dtype of the value.

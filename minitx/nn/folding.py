@@ -480,7 +480,7 @@ def _apply(
 
 
 def _are_multiplied(before: Tensor, after: Tensor, factor: float) -> bool:
-    """Whether in each head most vectors of ``after`` are ``factor`` times those of ``before``. (B, H, L, D).
+    """Whether in each head most vectors of ``after`` are ``factor`` times the vectors of ``before``. (B, H, L, D).
 
     It is more exact than the answer of a model in bfloat16. Rounding may change the choice of an expert, and with it some vectors.
     """

@@ -9,7 +9,7 @@ from torch import Tensor
 def transforms_around() -> list[str]:
     """Return the names of the transforms of ``torch.func`` around this call, outermost first: ``Grad``, ``Vmap``, ``Jvp`` …
 
-    The compiler has transforms of its own: ask ``torch.compiler.is_compiling`` first.
+    The compiler has its own transforms: call ``torch.compiler.is_compiling`` first.
 
     >>> torch.vmap(lambda x: x * len(transforms_around()))(torch.ones(2))
     tensor([1., 1.])

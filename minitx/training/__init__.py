@@ -12,7 +12,7 @@ class StoppedError(Exception):
     """A signal, ``number``, stopped a run or a program. ``ending`` completes the message."""
 
     def __init__(self, number: int, ending: str) -> None:
-        super().__init__(number, ending)  # the arguments as they are, so that the error can be pickled
+        super().__init__(number, ending)  # unchanged arguments, so that the error can be pickled
         self.number = number
 
     @property
@@ -49,7 +49,7 @@ def kept_environment(*names: str) -> Iterator[None]:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return the signals that stop a run: those of a terminal and of schedulers of clusters, unless SIGHUP is ignored (nohup)."""
+    """Return the signals that stop a run: signals of a terminal and of cluster schedulers, without SIGHUP if it is ignored (nohup)."""
     is_kept = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     stops = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
     return stops if is_kept else [*stops, signal.SIGHUP]

@@ -1,4 +1,4 @@
-"""Build what a checkpoint contains: the trained model, its tokenizer, and the data and objective of its training.
+"""Build the parts of a checkpoint: the trained model, its tokenizer, and the data and objective of its training.
 
 ``checkpoint_files`` writes and reads the files, ``init_from`` starts a new run from their weights, and ``resume`` checks whether a
 run may resume from one.

@@ -143,7 +143,7 @@ def cpu_precision(precision: str) -> str:
     """Return the precision to use on this CPU for ``trainer.precision``.
 
     bfloat16 is used if the processor has instructions for it (AMX, AVX-512 BF16, or Arm's). On other processors torch emulates
-    it, which is many times slower than float32, so float32 is used instead, with a line in the log. The choice does not depend
+    it, many times slower than float32, so float32 is used instead, with a line in the log. The choice does not depend
     on timings: equal processors give equal results.
     """
     capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()  # missing in torch 2.10
@@ -212,7 +212,7 @@ def flush_denormal(enabled: bool = True) -> Iterator[None]:
     """A context that makes this processor round float32 numbers below 1.2e-38 to 0. The setting is restored afterwards.
 
     Such numbers are slow: some processors need a hundred cycles for each. A softmax that is nearly one-hot produces many of
-    them in its backward pass. There is no effect on a GPU, or on a processor that does not support it
+    them in its backward pass. This has no effect on a GPU, or on a processor that does not support it
     (``torch.set_flush_denormal``).
 
     >>> with flush_denormal():

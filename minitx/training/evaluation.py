@@ -123,7 +123,7 @@ def ratio_interval(sums: Tensor, counts: Tensor) -> Metric:
 def accuracy_interval(right: Tensor, counts: Tensor) -> Metric:
     """Return the share of correct answers, with its interval.
 
-    It is Wilson's if each row has one label that is right or wrong, else the one of ``ratio_interval``, clipped to [0, 1].
+    It is Wilson's if each row has one label that is right or wrong, else ``ratio_interval``'s, clipped to [0, 1].
 
     >>> accuracy_interval(torch.tensor([0, 0, 1]), torch.tensor([2, 2, 2])).low
     0.0
@@ -314,7 +314,7 @@ def _corpus_score(metric: Any, answers: Sequence[str], references: Sequence[str]
     value, count = float(metric.corpus_score(answers, [references]).score), len(answers)
     try:
         score = type(metric)().corpus_score(answers, [references], n_bootstrap=1000)
-    except TypeError:  # sacrebleu's mean of chrF scores takes no zero beside other scores
+    except TypeError:  # sacrebleu's mean of chrF scores fails if some scores are zero
         return Metric(value, None, None, count, "rows")
     shown = json.loads(score.format(width=6, is_json=True, signature=str(metric.get_signature())))
     if "confidence" not in shown:
@@ -345,7 +345,7 @@ def evaluate_splits(
     folder: Path,
     node: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Evaluate the trained network according to ``options``, and return the last logged metrics, including those of the test split.
+    """Evaluate the trained network according to ``options``, and return the last logged metrics, with the test split's.
 
     Args:
         node: the node that rebuilds the network, if it is sharded.

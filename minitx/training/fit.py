@@ -139,7 +139,7 @@ def build_all(group: Mapping[str, Part | None], path: str, kind: type, **offered
 
 
 def build_callbacks(run: Run, folder: Path) -> list[L.Callback]:
-    """Return the callbacks of a run: ours, those of the config, and ``LastCheckpoint`` (it also handles signals).
+    """Return the callbacks of a run: ours, the config's, and ``LastCheckpoint`` (it also handles signals).
 
     A callback of the config gets ``folder``, ``rows`` and ``seed`` if it has arguments of these names.
     """

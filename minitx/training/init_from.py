@@ -30,7 +30,7 @@ class Start:
         path: the checkpoint, the folder or the name on the hub.
         fold_scale: allow another scale (``init_from.fold_scale``).
         weights: the weights by name.
-        model_config: the model's config as plain data; None if the model is not one of ours.
+        model_config: the model's config as plain data; None if it isn't a minitx model.
         tokenizer: the tokenizer that is stored with the weights, or None.
         labels: the names of the labels of a classifier, in the order of its head.
         changes: the differences between the model and its config (``Net.changes``).
@@ -143,7 +143,7 @@ def load_start(init_from: InitFrom) -> Start | None:
 
 
 def stored_model_config(init_from: InitFrom, trust: bool) -> dict[str, Any]:
-    """Return the fields of the model's config in a checkpoint or folder, or {} if the model is not one of ours.
+    """Return the fields of the model's config in a checkpoint or folder, or {} if it isn't a minitx model.
 
     Raises:
         ConfigError: without ``trust``, the fields name a class that is not trusted.

@@ -51,7 +51,7 @@ class NonFiniteError(FailedRunError):
     """The loss or the gradient was not finite in step ``step``, counted from 0. The update of this step was skipped."""
 
     def __init__(self, step: int, loss: float, grad_norm: float) -> None:
-        super().__init__(step, loss, grad_norm)  # the arguments as they are, so that the error can be pickled
+        super().__init__(step, loss, grad_norm)  # unchanged arguments, so that the error can be pickled
         self.step, self.loss, self.grad_norm = step, loss, grad_norm
 
     def __str__(self) -> str:
@@ -95,7 +95,7 @@ class TrainingModule(L.LightningModule):
         step_sums: the other sums of the objective in this step.
         step_targets: the number of targets of the step, on all processes.
         grad_norm: the gradient norm of the whole model, before clipping.
-        reached: the parameters that have a gradient from the current micro-batch, or None where nobody asks.
+        reached: the parameters that have a gradient from the current micro-batch, or None where nothing reads them.
     """
 
     def __init__(

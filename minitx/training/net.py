@@ -238,7 +238,7 @@ class Net:
         if part.is_object:
             return {"_target_": f"{type(self.network).__module__}.{type(self.network).__qualname__}"}
         if self.config is not None and part.fields is not None:
-            part = part.with_fields(self.config)  # with what the data determined
+            part = part.with_fields(self.config)  # with the fields that the data determined
         return {**{name: value for name, value in fields.items() if name in part.names}, **part.plain()}
 
     @property
@@ -505,7 +505,7 @@ def fitted(model: TransformerConfig, data: DataModule) -> TransformerConfig:
     """Return the config of one of our models with the fields that the data determines: vocabulary, labels, images, special ids.
 
     Raises:
-        ConfigError: the model is for another task, or its fields differ from those of the data.
+        ConfigError: the model is for another task, or its fields differ from the data's.
     """
     fields = decided_fields(data.task)
     _check_kind(model, data.task, fields)
@@ -542,13 +542,13 @@ def _check_kind(model: TransformerConfig, task: Task, fields: Mapping[str, Any])
 
 
 PURE = ("64-true", "bf16-true")
-"""The precisions in which weights and computations have one dtype other than float32."""
+"""The precisions with one dtype, other than float32, for weights and computations."""
 
 
 def in_own_dtype(network: nn.Module) -> RemovableHandle:
     """Make a network convert floating-point inputs, such as pixels, to the dtype of its weights. The handle undoes it.
 
-    Lightning converts only the batches of its own loops.
+    Lightning converts only batches of Lightning's loops.
     """
     return network.register_forward_pre_hook(_to_own_dtype, with_kwargs=True)
 

@@ -324,7 +324,7 @@ def sums_of_rows(objective: Objective, logits: Tensor, batch: Batch) -> Sums:
 
 
 def check_same_names(sums: Iterable[str], before: Iterable[str]) -> None:
-    """Raise a ConfigError if the sums of a batch have other names than those of the batches before."""
+    """Raise a ConfigError if the sums of a batch have other names than in earlier batches."""
     names = [", ".join(sorted({*each} - {"count"})) for each in (sums, before)]
     require(
         names[0] == names[1],

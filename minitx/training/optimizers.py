@@ -1,7 +1,7 @@
 """Optimizers and learning-rate schedules. The arguments of each function are its keys in a config. Yours can be used as well.
 
 Schedules are in this file because configs and checkpoints name them ``minitx.training.optimizers.cosine``. The state of an optimizer
-is loaded in ``keep_dtypes``; that of a sharded one is converted in ``sharding``.
+is loaded in ``keep_dtypes``; ``sharding`` converts a sharded optimizer's state.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def freeze(network: nn.Module, optimizer: Part) -> None:
 
 
 DECAYED = ("weights", "embeddings")
-"""The roles to which weight decay is applied."""
+"""The roles with weight decay."""
 
 
 def role_of(network: nn.Module, name: str) -> str:

@@ -1,4 +1,4 @@
-"""Sums over the processes of a run, and tensors of which each process has a shard. Lightning is not imported."""
+"""Sums over the processes of a run, and tensors with a shard in each process. Lightning is not imported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OF_CLUSTERS = re.compile(r"(SLURM|TORCHELASTIC|JSM|LSB)_.*|(LOCAL_|GROUP_|NODE_
 
 @contextmanager
 def as_one_process() -> Iterator[int]:
-    """A context in which this process of a run knows of no others. Yields the number of this process on its machine.
+    """A context that hides the other processes of a run from this one. Yields the number of this process on its machine.
 
     The environment variables of torchrun and Slurm are hidden, and Lightning lets this process write files.
     """

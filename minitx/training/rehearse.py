@@ -411,7 +411,7 @@ class _Saved:
     """The state of an object: its attributes, and the numbers of its parameters and buffers.
 
     Args:
-        attributes: the ``__dict__`` of the object. In that of a module, dicts contain its parameters, buffers and hooks.
+        attributes: the ``__dict__`` of the object. A module's has dicts of its parameters, buffers and hooks.
         tensors: its parameters and buffers.
     """
 

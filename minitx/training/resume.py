@@ -93,7 +93,7 @@ def check_length(schedule: Part, saved: Mapping[str, Any], current: Mapping[str,
     """Refuse to resume with another number of steps if the state of the schedule may depend on the old number.
 
     Args:
-        saved, current: the options of the trainer in the checkpoint ``named``, and those of the run.
+        saved, current: the options of the trainer in the checkpoint ``named``, and in the run.
 
     Raises:
         ConfigError: ``trainer.max_steps`` or ``max_epochs`` has changed, and the schedule is built with the number of steps.

@@ -78,7 +78,7 @@ def train(
 
 
 def with_objects(config: RunConfig, batch_size: int, **objects: Any) -> RunConfig:
-    """Check a config, import its modules, and return it with those of ``objects`` that are not None as parts."""
+    """Check a config, import its modules, and return it with each entry of ``objects`` that is not None as a part."""
     model = objects["model"]
     if not isinstance(config, RunConfig):
         raise ConfigError(f"config must be a RunConfig, got {config!r:.60}")

@@ -50,7 +50,7 @@ def run_folder(folder: Path, files: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _locked(handler: logging.FileHandler, folder: Path) -> Iterator[None]:
-    """A context in which this process has locked its log. The lock ends with the process, and its children do not have it."""
+    """A context that locks the log of this process. The lock ends with the process, and its children do not have it."""
     assert handler.stream is not None
     try:
         fcntl.lockf(handler.stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -61,7 +61,7 @@ def _locked(handler: logging.FileHandler, folder: Path) -> Iterator[None]:
 
 
 def _write(folder: Path, files: Mapping[str, str]) -> None:
-    """Write the text files of a run, and remove what a killed run left."""
+    """Write the text files of a run, and remove files that a killed run left."""
     try:
         clean_up(folder / "checkpoints")
         for name, text in files.items():

@@ -134,7 +134,7 @@ def parallelize(network: nn.Module, mesh: DeviceMesh, layers: Sequence[nn.Module
 
 @torch.no_grad()
 def share_buffers(module: nn.Module) -> None:
-    """Give every process the buffers of the first, which a checkpoint contains. This is a collective operation.
+    """Give every process the first one's buffers, as in a checkpoint. This is a collective operation.
 
     DDP's own broadcast is not used: it leaves out the step after a validation, although averages were exchanged with the weights there.
     """
@@ -150,8 +150,8 @@ def share_buffers(module: nn.Module) -> None:
 def fix_buckets(model: nn.Module | None) -> None:
     """Let DDP keep gradients in the reverse order of the parameters, from the first step of this process on.
 
-    By default, DDP has this order in the first step of a process, and then that in which the gradients were ready. Where a gradient lies
-    in a bucket decides the order in which three processes or more add up its parts. A resumed run would therefore differ by rounding.
+    By default, DDP has this order in the first step of a process, and then the order of gradients as they became ready. A gradient's place
+    in a bucket decides the order of the sum over three processes or more. A resumed run would therefore differ by rounding.
     """
     if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters:  # which has one order
         return

@@ -52,7 +52,7 @@ class Lion(Direction):
 class RelativeAdam(Direction):
     """d = RMS(W) · m̂ / (√v̂ + ε), with Adam's bias-corrected moments m̂ and v̂, and RMS(W) the root mean square of the parameter.
 
-    There is no lower limit: a parameter that is zero stays zero. ``torch.optim.Adafactor`` also uses relative steps, but limits
+    The step has no lower limit: a parameter that is zero stays zero. ``torch.optim.Adafactor`` also uses relative steps, but limits
     them to 1/√t, so that a search finds no unstable rate.
     """
 

@@ -103,8 +103,8 @@ def view(
             training (``read_snapshots``). To compare two, pass a dict with their names as keys.
         inputs: a text (with ``tokenizer``), the first argument of the model (ids (L,) or (B, L); for a layer or block, x (L, E) or
             (B, L, E)), or a dict of the model's inputs. None if ``model`` is not a module.
-        tokenizer: an object with ``encode(text)``, which returns ids or an object with ``ids``, and ``decode(ids)``, which also
-            gives the texts of the tokens.
+        tokenizer: an object with ``encode(text)`` (returns ids, or an object with ``ids``) and ``decode(ids)`` (also gives the texts
+            of the tokens).
         tokens: a text for each token, as in ``take_snapshot``. The axes of weights are ``query`` and ``key``, and only
             ``query`` if L = S.
         row: the row of the batch to show.

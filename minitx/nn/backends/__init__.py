@@ -51,7 +51,7 @@ _REGISTRY: dict[str, Backend] = dict(_OURS)
 # Total score counts (B·H·L·S) above which ``chunked`` beats ``math``, and torch's unfused path without dropout, on a CPU
 # (measured: docs/dev/decisions.md).
 CHUNKED_FROM, CHUNKED_FROM_OVER_PLAIN = 2**21, 2**23
-# The share of visible tiles up to which ``chunked`` beats torch's CPU kernel, which also computes hidden tiles.
+# The share of visible tiles up to which ``chunked`` beats torch's CPU kernel. That kernel also computes hidden tiles.
 FEW_TILES = 0.25
 
 
