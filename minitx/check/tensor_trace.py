@@ -83,6 +83,8 @@ class Wide(TorchFunctionMode):
     """Keep the steps of a float64 model in float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__:  # copies are found by id, and a wide argument is freed: another may get its id
+            return _widened(func(*args))
         func = torch.Tensor.double if getattr(func, "__name__", "") in ("float", "half", "bfloat16") else func
         return func(*map(_widened, args), **{key: _widened(value) for key, value in (kwargs or {}).items()})
 

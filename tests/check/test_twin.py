@@ -132,19 +132,18 @@ def test_a_sum_in_place_is_a_sum():
 
 def test_a_change_that_does_not_fit_the_model_is_not_tried_further():
     class Layers(nn.Module):
-        def __init__(self, activation):
+        def __init__(self, eps):
             super().__init__()
             torch.manual_seed(0)
-            layer = nn.TransformerEncoderLayer(
-                16, 2, 32, activation=activation, batch_first=True
-            )  # as many norms as queries and keys
+            layer = nn.TransformerEncoderLayer(16, 2, 32, layer_norm_eps=eps, batch_first=True)
             self.table, self.layers, self.head = nn.Embedding(40, 16), nn.TransformerEncoder(layer, 2), nn.Linear(16, 40)
 
         def forward(self, ids):
             return self.head(self.layers(self.table(ids)))
 
-    report = twin(Layers("gelu"), Layers("relu"))
-    assert [finding.fault for finding in report.findings] == ["the activation is gelu, in the reference relu"], report
+    report = twin(Layers(1e-3), Layers(1e-5))  # two norms a layer, as of queries and keys, but after the attention
+    faults = [finding.fault for finding in report.findings]
+    assert faults == ["layers.layers.0.norm1: eps is 1e-03, in the reference 1e-05"], report
 
 
 def test_a_mistake_outside_the_catalogue_is_not_named():
@@ -192,6 +191,22 @@ def test_a_right_port_in_another_layout_is_equal():
     assert not report.findings, report
     assert report.with_status(Status.PASSED)[0].id == "outputs"
     assert report.exit_code == 0
+
+
+def test_each_buffer_keeps_its_numbers():
+    class Scaled(nn.Module):
+        def __init__(self, names):
+            super().__init__()
+            self.net, self.names = model(), names
+            for number, name in enumerate(names):
+                self.register_buffer(name, torch.tensor(2.0 + number), persistent=False)
+
+        def forward(self, ids):
+            factors = [getattr(self, name) for name in self.names] or torch.arange(2.0, 10.0)
+            return self.net(ids) * torch.stack(list(factors)).repeat(5)
+
+    report = twin(Scaled([]), Scaled(list("abcdefgh")))
+    assert not report.findings, report
 
 
 def test_functions_of_ids_are_compared():
