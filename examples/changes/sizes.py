@@ -29,6 +29,7 @@ def main(*arguments: str) -> list[tuple[str, int, int]]:
     find_own_modules(words)
     study = compose_grid(["experiment=scaling_ablation", "ablation=changes", *words]).studies["loss"]
     ids, rows = torch.zeros(12, 64, dtype=torch.long), []
+    print(f"{'':20} {'parameters':>9} {'':>6} operations")
     for name, overrides in study.factors["change"].items():
         if name not in (names or study.factors["change"]):
             continue

@@ -107,7 +107,11 @@ FINDINGS: dict[str, tuple[Severity | None, *tuple[str, ...]]] = {
     "untried-{case}": (WRONG, "{case} could not be tried: {reason}", "Stage {stage} needs it."),
     "other-shape": (WRONG, "the output has the shape {shape}, not {expected}", "The output is weights @ value: it has the width of the values."),
     "differs": (None, "it differs from the definition, and no known mistake explains it", "", "{witness}"),
-    "more-than-the-definition": (NOTE, "{beyond}, so it is not compared with the definition"),
+    "more-than-the-definition": (
+        NOTE,
+        "{beyond}, so it is not compared with the definition",
+        "Check a model that contains it: causality and padding are properties of a model.",
+    ),
     "same-numbers": (NOTE, "the same numbers come from: {others}"),
     "half-{case}": (FRAGILE, "in {cases}: {reason}", "Compute scores and softmax in float32, and use torch.finfo(dtype).min or -inf for what is hidden."),
     "nan-gradient-where-a-query-sees-nothing": (FRAGILE, "NaN in the gradient where a query sees nothing", "Hide with a finite number, and multiply the weights by the mask after the softmax."),

@@ -127,6 +127,9 @@ def _code_report(subject: Any, config: CheckConfig, adapter: Any) -> Report:
     is_model = _is_whole_model(made)
     if adapter is not None and isinstance(made, Module):  # (model, input_ids, keep), or (function, query, key, value, mask)
         is_model = len(inspect.signature(adapter).parameters) <= 3
+    is_model |= isinstance(made, Module) and bool(
+        config.only or config.expect
+    )  # the words of models: a layer of vectors is one
     if is_model and not (config.strict or config.stage is not None or config.mask is not None):
         return _model_report(made, config, adapter)
     with refusing(f"{config.target}: ", (ValueError, TypeError)):

@@ -112,6 +112,13 @@ def test_a_stage_is_graded_into_a_file(program, tmp_path):
     assert read["points"] == {"reached": 0, "most": 3} and not read["is_right"]
 
 
+def test_expect_and_only_make_a_layer_a_model_of_vectors(program, tmp_path):
+    text = "from minitx.nn import MultiHeadAttention\n\nlayer = MultiHeadAttention(12, 3)\n"
+    (tmp_path / "alone.py").write_text(text, encoding="utf-8")
+    code, shown, _ = program("alone.py:layer", "expect=causal", "only=causality")
+    assert code == 1 and "later tokens change earlier outputs" in shown
+
+
 def test_help_says_that_the_file_runs_and_shows_every_key_and_its_meaning(program):
     code, shown, _ = program("--help")
     assert code == 0 and "Python runs the file" in shown

@@ -288,7 +288,8 @@ def test_the_table_prints_each_change_with_its_parameters_and_operations(capsys)
     from examples.changes import sizes
 
     plain, latent = sizes.main("plain", "latent")
-    printed = capsys.readouterr().out.splitlines()
+    heads, *printed = capsys.readouterr().out.splitlines()
+    assert heads.split() == ["parameters", "operations"]
     assert [line.split()[0] for line in printed] == ["plain", "latent"] == [plain[0], latent[0]]
     network, ids = built([], vocab_size=sizes.VOCABULARY), torch.zeros(12, 64, dtype=torch.long)
     assert plain[1] == sum(p.numel() for p in network.parameters()) != latent[1]
@@ -357,7 +358,9 @@ def test_the_page_shows_a_change_that_is_measured_beside_the_plain_model(tmp_pat
     ran = {(cell.place.study, cell.place.arm, cell.place.condition["change"]) for cell in cells(own)}
     arms = (("trained", "own"), ("stable", "own"), ("stable", "unscaled"), ("loss", "own"))
     assert ran == {(*arm, change) for arm in arms for change in ("plain", "head_gate")}
-    assert len({(c.study, c.arms) for c in own.comparisons}) == 3
+    assert len({(c.study, c.arms) for c in own.comparisons}) == 4
+    with_all = compose_grid([*words, "ablation.studies.loss.skip=[]"])
+    assert {cell.place.arm for cell in cells(with_all) if cell.place.study == "loss"} == {"own", "unscaled"}
     layers = [
         module
         for module in built(own.studies["loss"].factors["change"]["head_gate"], **SMALL, num_heads=H).modules()

@@ -23,7 +23,7 @@ from minitx.analysis.statistics import real_keys
 from minitx.interop import adopt_hf, release_hf
 from minitx.interop.adopted_core import adopted_cores
 from minitx.nn import MultiHeadAttention, Padding, fold_scale, is_recomputing, set_scale, swap_attention
-from minitx.training.sharding import layers_of, parallelize
+from minitx.training.sharding import layers_to_shard, parallelize
 from tests.interop.families import (
     BESIDE,
     DECODERS,
@@ -387,7 +387,7 @@ def test_fsdp_shards_each_layer_of_a_model_of_transformers(name, is_adopted, pro
     inputs, counts = inputs_of(name, pad="left")
     wanted, _ = gradients(model, inputs, counts)
     model = adopt_hf(model) if is_adopted else model
-    parallelize(model, DeviceMesh("cpu", [0]), layers_of(model))
+    parallelize(model, DeviceMesh("cpu", [0]), layers_to_shard(model))
     found, _ = gradients(model, inputs, counts)
     sharded = {key for key, module in model.named_modules() if isinstance(module, FSDPModule)}
     layers = {"Llama": "model.layers.", "Bert": "bert.encoder.layer.", "T5": "coder.block."}

@@ -450,6 +450,6 @@ def _shard(model: nn.Module) -> None:
     """Shard a model as a run with ``trainer.strategy=fsdp`` does, over the one process of a group."""
     from torch.distributed.device_mesh import DeviceMesh
 
-    from minitx.training.sharding import layers_of, parallelize
+    from minitx.training.sharding import layers_to_shard, parallelize
 
-    parallelize(model, DeviceMesh("cpu", [0]), layers_of(model))
+    parallelize(model, DeviceMesh("cpu", [0]), layers_to_shard(model))

@@ -20,7 +20,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from minitx.interop import adopt_hf, release_hf
-from minitx.interop.trial import Trial, made_up_inputs
+from minitx.interop.trial import AdoptionTrial, made_up_inputs
 from tests.interop.families import build
 
 SMOLLM2 = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152}
@@ -47,7 +47,7 @@ if __name__ == "__main__":
     models["SmolLM2, 135M"] = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMOLLM2)).eval()
     print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, transformers {transformers.__version__}")
     for name, model in models.items():
-        rows = Trial(model, made_up_inputs(model)).inputs
+        rows = AdoptionTrial(model, made_up_inputs(model)).inputs
         with torch.no_grad():
             forward = milliseconds(model, **rows)
         without, with_check = (milliseconds(adopted, model, check) for check in (False, "auto"))

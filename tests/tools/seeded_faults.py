@@ -205,8 +205,8 @@ WRITTEN = (
         "fold_lora",
         "fold_scale × LoRA, quantised or parametrised projections: folded instead of refused",
         "minitx/nn/folding.py:_why_not_fold",
-        "{', '.join(faults)}\": bool(faults),",
-        "{', '.join(faults)}\": False,",
+        "{', '.join(faults)}\" if faults else None",
+        "{', '.join(faults)}\" if not modules else None",
     ),
     Fault(
         "release_after_fold",

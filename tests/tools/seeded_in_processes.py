@@ -212,8 +212,8 @@ FAULTS = (
         "documents_without_rank",
         "all processes read the same documents of a stream",
         "minitx/data/documents.py:StreamSource.batch",
-        "rank * self.parts + part, every)",
-        "part, every)",
+        "rank * self.parts + part, num_parts)",
+        "part, num_parts)",
     ),
     Fault(
         "losses_of_one_rank",

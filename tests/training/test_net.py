@@ -16,7 +16,7 @@ from minitx.interop import pretrained_hf
 from minitx.nn import DecoderLM, DotProductAttention, build_model, fold_scale, set_scale
 from minitx.nn.efficient import LinearAttention
 from minitx.training.net import Net
-from minitx.training.sharding import layers_of
+from minitx.training.sharding import layers_to_shard
 from tests.interop.families import build
 
 SIZES = {"vocab_size": 11, "embed_dim": 12, "num_heads": 3, "num_layers": 2, "max_len": 16}
@@ -41,7 +41,7 @@ def test_the_net_of_one_of_our_models_is_the_same_inside_of_a_compiled_one():
         assert (net.title, net.head) == ("decoder, heads of width 4, scale inv_sqrt", network.head)
         assert net.describe().endswith("num_layers 2, num_heads 3, embed_dim 12")
         assert net.inputs({"input_ids": IDS, "labels": IDS}).keys() == {"input_ids"}
-        assert [type(layer).__name__ for layer in layers_of(net.network)] == ["Block", "Block"]
+        assert [type(layer).__name__ for layer in layers_to_shard(net.network)] == ["Block", "Block"]
 
 
 def test_the_node_of_one_of_our_models_builds_it_again():
@@ -171,5 +171,5 @@ def test_a_model_of_ones_own_writes_text_through_its_logits_and_is_a_decoder_of_
     with pytest.raises(ConfigError, match=r"^ckpt_path=a\.ckpt: generating text needs logits \(B, L, V\)"):
         flat.writer(11, "a.ckpt")(IDS)
     with pytest.raises(ConfigError, match="does not know the layers of Words"):
-        layers_of(net.network)
-    assert [type(layer).__name__ for layer in layers_of(net.network, ["Linear"])] == ["Linear"]
+        layers_to_shard(net.network)
+    assert [type(layer).__name__ for layer in layers_to_shard(net.network, ["Linear"])] == ["Linear"]

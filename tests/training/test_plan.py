@@ -23,7 +23,7 @@ from minitx.data.task import Task
 from minitx.training import optimizers
 from minitx.training.memory_plan import build_without_numbers, fake_processes, show_plan
 from minitx.training.run import train
-from minitx.training.sharding import layers_of, parallelize
+from minitx.training.sharding import layers_to_shard, parallelize
 
 EMA = {"ema": {"_target_": "lightning.pytorch.callbacks.EMAWeightAveraging", "decay": 0.5}}
 
@@ -252,7 +252,7 @@ def numel_of_parts(config, count, rank):
     """The elements that a process holds of each parameter."""
     network = build_without_numbers(config.model, open_data(config.data, config.trainer))
     with fake_processes(count, rank) as mesh:
-        parallelize(network, mesh, layers_of(network))
+        parallelize(network, mesh, layers_to_shard(network))
         return {name: here(parameter).numel() for name, parameter in network.named_parameters()}
 
 
