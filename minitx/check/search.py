@@ -359,7 +359,7 @@ def beyond(judge: Judge, trial: Trial) -> str:
     if failed.case.id != SIMPLE.id or not (weights.abs().sum(-1) > LOOSE).all():
         return ""
     if (weights[visible] < 0).any() or not (are_close(totals, torch.ones_like(totals)) or are_close(weights, right * totals)):
-        return "its outputs are not softmax weights times its values: the weights are no softmax, or the values are changed"
+        return "its outputs are not softmax weights times its values: weights do not add up to 1 or are negative, or it changes the values"
     if are_close(weights, right * totals):
         return "its softmax has a sink: its weights add up to less than 1" if (totals < 1).all() else ""
     logits, expected = (_centred(x.log(), visible) for x in (weights, right))
