@@ -429,10 +429,10 @@ def _reproduce(meta: Mapping[str, Any]) -> list[str | Table]:
 
 
 def study_pictures(findings: Findings) -> list[Picture]:
-    """Return the figures of each study: thresholds against the factor of a law, effects in several settings, runs against the rate."""
-    pictures = []
+    """Return the figures of each study: thresholds against the factor of a law, runs against the rate, or else effects in several settings."""
+    pictures = list[Picture]()
     for name, study in findings.grid.studies.items():
-        runs = findings.runs.select(name, status="done")
+        runs, before = findings.runs.select(name, status="done"), len(pictures)
         name_text = title(findings.grid, name)
         of_study = [item for item in _series(findings).items() if item[0][0].study == name]
         for i, ((_, setting), listed) in enumerate(of_study):
@@ -441,10 +441,6 @@ def study_pictures(findings: Findings) -> list[Picture]:
             caption = "Every dot is a seed. The formula predicts from the first arm alone."
             drawn = curves.threshold_panel(findings, listed)
             pictures.append(Picture(f"{name}_threshold{f'_{i}' if i else ''}", heading, caption, drawn))
-        for i, listed in enumerate(_compared_in_settings(findings, name)):
-            heading = say("%(title)s: %(quantity)s", title=name_text, quantity=say(listed[0].endpoint.text))
-            caption = "A row for each setting. Every dot is a seed, and a line covers the range of the median. In the grey band effects count as the same."
-            pictures.append(Picture(f"{name}_effects_{i}", heading, caption, curves.effect_panel(findings, listed)))
         for score in study.scores if runs else ():
             if score not in ("equal", "speedup") and study.factors.get("lr"):
                 y, missing = ("steps to solve", "not solved") if score == "time" else (f"validation {score}", "not finite")
@@ -452,4 +448,8 @@ def study_pictures(findings: Findings) -> list[Picture]:
                 message = "Every finished run is a dot; lines join the medians over seeds. Budget: %(steps)s steps."
                 heading = say("%(title)s: %(quantity)s", title=name_text, quantity=say(y))
                 pictures.append(Picture(f"{name}_{score}", heading, say(message, steps=caps_text(runs)), drawn))
+        for i, listed in enumerate(_compared_in_settings(findings, name) if len(pictures) == before else ()):
+            heading = say("%(title)s: %(quantity)s", title=name_text, quantity=say(listed[0].endpoint.text))
+            caption = "A row for each setting. Every dot is a seed, and a line covers the range of the median. In the grey band effects count as the same."
+            pictures.append(Picture(f"{name}_effects_{i}", heading, caption, curves.effect_panel(findings, listed)))
     return pictures

@@ -176,8 +176,6 @@ def fold_ours(model: nn.Module, to: str | float, factor: float) -> nn.Module:
     new = _new_scales(layers, to, factor)
     folds = list[Fold]()
     for name, layer in layers.items():
-        if _is_equal(layer.scale, new[name]):
-            continue
         if (reason := _why_not_fold(layer, new[name])) is not None:
             raise ValueError(f"cannot fold the scale of {name or type(layer).__name__}: {reason}")
         old, ratio = layer.scale, layer.scale.factor / new[name].factor
@@ -326,11 +324,6 @@ def _update_configs(model: nn.Module, to: str | float, factor: float) -> None:
         config = getattr(module, "config", None)
         if isinstance(config, TransformerConfig):
             module.config = replace(config, scale=to, scale_factor=factor)  # type: ignore[assignment]
-
-
-def _is_equal(old: ScoreScale, new: ScoreScale) -> bool:
-    """Whether two scales are the same function, so that nothing is to fold."""
-    return (type(old), old.scale, old.factor, old.multiplier) == (type(new), new.scale, new.factor, new.multiplier)
 
 
 def _why_not_fold(layer: Any, new: ScoreScale) -> str | None:

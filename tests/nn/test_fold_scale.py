@@ -77,15 +77,6 @@ def test_a_scale_without_a_fixed_multiplier_keeps_its_kind_and_what_it_has_learn
         fold_scale(model, "unscaled")
 
 
-def test_an_equal_scale_needs_no_fold_even_where_none_is_possible():
-    attention = MultiHeadAttention(12, 3, qk_norm=QKNorm("l2", 4, num_kv_heads=3))
-    before = {name: value.clone() for name, value in attention.state_dict().items()}
-    fold_scale(attention, attention.scale.scale, factor=attention.scale.factor)
-    assert all(torch.equal(value, before[name]) for name, value in attention.state_dict().items())
-    with pytest.raises(ValueError, match="has no gain for queries"):
-        fold_scale(attention, "unscaled")
-
-
 def test_layers_with_common_projections_are_folded_once_or_refused():
     first, second = (MultiHeadAttention(12, 3, scale=scale).double() for scale in ("inv_sqrt", "inv_sqrt"))
     second.q_proj, second.k_proj = first.q_proj, first.k_proj
