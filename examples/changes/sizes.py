@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from minitx.cli.compose import compose_cell, compose_grid, find_own_modules
+from minitx.config import ConfigError
 from minitx.nn.counting import count_flops
 from minitx.training.net import network_of
 
@@ -28,12 +29,13 @@ def main(*arguments: str) -> list[tuple[str, int, int]]:
     words = [argument for argument in arguments if "=" in argument]
     find_own_modules(words)
     study = compose_grid(["experiment=scaling_ablation", "ablation=changes", *words]).studies["loss"]
+    changes = study.factors["change"]
+    if unknown := [name for name in names if name not in changes]:
+        raise ConfigError(f"{unknown[0]} must be one of {', '.join(changes)}")
     ids, rows = torch.zeros(12, 64, dtype=torch.long), []
     print(f"{'':20} {'parameters':>9} {'':>6} operations")
-    for name, overrides in study.factors["change"].items():
-        if name not in (names or study.factors["change"]):
-            continue
-        network = network_of(compose_cell([*study.base, *overrides, f"model.vocab_size={VOCABULARY}"]).model)
+    for name in names or changes:
+        network = network_of(compose_cell([*study.base, *changes[name], f"model.vocab_size={VOCABULARY}"]).model)
         operations = count_flops(lambda network=network: F.cross_entropy(network(ids).flatten(0, 1), ids.flatten()).backward())
         rows.append((name, sum(parameter.numel() for parameter in network.parameters()), operations))
         _, parameters, cost = rows[0]
@@ -44,4 +46,8 @@ def main(*arguments: str) -> list[tuple[str, int, int]]:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None

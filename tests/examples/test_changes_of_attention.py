@@ -33,7 +33,7 @@ from minitx.ablation.report import study_pictures
 from minitx.check import assert_causal, check_model
 from minitx.cli.ablate import run_cell, stored_records
 from minitx.cli.compose import compose_cell, compose_grid, find_own_modules
-from minitx.config import TransformerConfig, node
+from minitx.config import ConfigError, TransformerConfig, node
 from minitx.config.schema import read
 from minitx.config.training import Model
 from minitx.nn import MultiHeadAttention, QKNorm, Rotary, build_model, fold_scale
@@ -294,6 +294,8 @@ def test_the_table_prints_each_change_with_its_parameters_and_operations(capsys)
     network, ids = built([], vocab_size=sizes.VOCABULARY), torch.zeros(12, 64, dtype=torch.long)
     assert plain[1] == sum(p.numel() for p in network.parameters()) != latent[1]
     assert plain[2] == count_flops(lambda: F.cross_entropy(network(ids).flatten(0, 1), ids.flatten()).backward())
+    with pytest.raises(ConfigError, match="plian must be one of plain, gate"):
+        sizes.main("plian")
 
 
 def fabricated(grid, folder, ratio):
