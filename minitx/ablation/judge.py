@@ -37,8 +37,13 @@ class Endpoint:
 
     @property
     def is_ratio(self) -> bool:
-        """Whether the effect is a ratio: treatment / reference for times, reference / treatment for rates and operations."""
+        """Whether the effect is a ratio; otherwise it is a difference."""
         return self.name in RATIOS
+
+    @property
+    def is_inverse(self) -> bool:
+        """Whether the ratio is reference / treatment, as for rates and operations; otherwise it is treatment / reference."""
+        return self.name in ("threshold", "speedup")
 
     def value(self, run: Run) -> Span | None:
         """Return the value of a finished run, or None if it does not have one.
@@ -88,7 +93,7 @@ class Endpoint:
         if self.name == "threshold":
             ratio = middle(reference) / middle(treatment)
             return Span(ratio, ratio)
-        if self.name == "speedup":
+        if self.is_inverse:
             return reference.over(treatment)
         return treatment.over(reference) if self.is_ratio else treatment.minus(reference)
 

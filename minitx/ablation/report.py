@@ -205,6 +205,7 @@ def _comparison_sentence(grid: AblationConfig, f: Contrast) -> Text:
     """Return the result of a comparison."""
     first, second = sides(grid, f.comparison, f.condition)
     where = ": ".join(filter(None, [title(grid, f.comparison.study), condition_text(grid, f.condition)]))
+    kind = "difference" if not f.endpoint.is_ratio else "inverse ratio" if f.endpoint.is_inverse else "ratio"
     message = "%(where)s. %(quantity)s, “%(second)s” against “%(first)s”: %(word)s, %(kind)s %(value)s %(range)s."
     return say(
         message,
@@ -213,7 +214,7 @@ def _comparison_sentence(grid: AblationConfig, f: Contrast) -> Text:
         second=second,
         first=first,
         word=say(f.word),
-        kind=say("ratio" if f.endpoint.is_ratio else "difference"),
+        kind=say(kind),
         value=span_text(f.estimate),
         range=range_text(f.interval, len(f.pairs)),
     )
@@ -254,13 +255,13 @@ def _number_table(findings: Findings) -> Table:
     grid, rows = findings.grid, []
     for f in findings.findings:
         medians = (median([pair.values[i] for pair in f.pairs], ratio=f.endpoint.is_ratio) for i in range(2))
-        arms = zip(("first arm", "second arm"), sides(grid, f.comparison, f.condition), medians, strict=True)
+        arms = zip(("first arm", "second arm"), sides(grid, f.comparison, f.condition), medians, _best_rates(f), strict=True)
         bound, formula = (None if value is None else number(value) for value in (f.bound, f.predicted))
         predicted = say("%(formula)s (formula), at most %(bound)s", formula=formula, bound=bound) if formula else bound or ""
         row = {
             **_first_columns(grid, f),
             "what": words(grid, f.endpoint.text),
-            **{column: say("%(arm)s: %(value)s", arm=arm, value=span_text(value)) for column, arm, value in arms},
+            **{column: _side(arm, value, rates) for column, arm, value, rates in arms},
             "ratio or difference": span_text(f.estimate),
             "range": range_text(f.interval, len(f.pairs)),
             "predicted": predicted,
@@ -269,6 +270,19 @@ def _number_table(findings: Findings) -> Table:
         rows.append(row)
     message = "Medians over the seeds; times and scores at the rate that is best on the other seeds. Ratios of times are second / first, ratios of largest stable rates first / second. The range covers the median, by order statistics, with the coverage beside it; fewer than five seeds have no range. For largest stable rates, it leaves out the last step of the search; the words add this step to both ends. MORE and LESS: the whole range is beyond the margin (× %(ratio)s, or %(score)s); SAME: the whole range is within the margin"
     return Table(say(message, ratio=f"{grid.ratio_margin:g}", score=f"{grid.score_margin:g}"), rows)
+
+
+def _best_rates(f: Contrast) -> list[Text]:
+    """Return for both sides the rates at which the seeds are judged; empty if the study tries no rates."""
+    by_side = zip(*(pair.rates for pair in f.pairs), strict=True)
+    return [list_text([number(rate) for rate in sorted({float(rate) for rate in rates if rate})]) for rates in by_side]
+
+
+def _side(arm: Text, value: Span | None, rates: Text) -> Text:
+    """Return the name of a side with its median, and with its rates if the study tries several."""
+    if rates:
+        return say("%(arm)s: %(value)s (rate %(rates)s)", arm=arm, value=span_text(value), rates=rates)
+    return say("%(arm)s: %(value)s", arm=arm, value=span_text(value))
 
 
 def _series(findings: Findings) -> dict[tuple[ComparisonConfig, str], list[Contrast]]:
@@ -399,7 +413,9 @@ def _runs(findings: Findings) -> Table:
         {
             "study": title(findings.grid, name),
             "arms": named(study.arms),
-            "settings": "; ".join(f"{named([f]).rstrip(':')}: {named(levels)}" for f, levels in study.factors.items()),
+            "settings": "; ".join(
+                f"{named([f]).rstrip(':')}: {named(levels)}".removeprefix(": ") for f, levels in study.factors.items()
+            ),
             "seeds": seeds_text(len(study.seeds)),
             "length": say("%(steps)s steps", steps=caps_text(done)),
             "done": say("%(part)s of %(whole)s", part=len(done), whole=len(findings.runs.select(name))),

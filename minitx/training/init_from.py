@@ -77,12 +77,12 @@ class Start:
         try:
             load_weights(network, self.weights)
             if self.fold_scale and self.model_config is not None and model is not None:
-                from minitx.nn.folding import fold_ours, set_scale
+                scale, factor = self.model_config["scale"], self.model_config["scale_factor"]  # the scale of the weights
+                if (scale, factor) != (model.scale, model.scale_factor):
+                    from minitx.nn.folding import fold_ours, set_scale
 
-                set_scale(
-                    network, self.model_config["scale"], factor=self.model_config["scale_factor"]
-                )  # the scale of the weights
-                fold_ours(network, model.scale, model.scale_factor)
+                    set_scale(network, scale, factor=factor)
+                    fold_ours(network, model.scale, model.scale_factor)
         except (RuntimeError, ValueError) as error:
             raise ConfigError(f"init_from.path={self.path} does not match the model: {first_line(error)}") from error
 

@@ -203,3 +203,16 @@ def test_a_scale_without_a_multiplier_cannot_be_folded_and_is_named():
     contents = {"weights": dict(stored.state_dict()), "model_config": to_dict(stored.config), "tokenizer": None}
     with pytest.raises(ConfigError, match="scale=log_length has no fixed multiplier"):
         Start(path="last.ckpt", fold_scale=True, **contents).load_into(fresh)
+
+
+def test_equal_scales_need_no_fold_where_none_is_possible():
+    """The norms of ``qk_norm=l2`` have no weights to fold into: a run with the scale of its weights starts as it is."""
+    shapes = [TransformerConfig(vocab_size=7, **GPT2, qk_norm="l2", scale=scale) for scale in ("inv_sqrt", "unscaled")]
+    stored, same, other = (DecoderLM(shape) for shape in (shapes[0], *shapes))
+    contents = {"weights": dict(stored.state_dict()), "model_config": to_dict(stored.config), "tokenizer": None}
+    start = Start(path="last.ckpt", fold_scale=True, **contents)
+    start.load_into(same)
+    ids = torch.arange(5)[None]
+    assert torch.equal(same.eval()(ids), stored.eval()(ids))
+    with pytest.raises(ConfigError, match="qk_norm=l2"):
+        start.load_into(other)
