@@ -278,7 +278,7 @@ def _best_rates(f: Contrast) -> list[Text]:
     return [list_text([number(rate) for rate in sorted({float(rate) for rate in rates if rate})]) for rates in by_side]
 
 
-def _side(arm: Text, value: Span | None, rates: Text) -> Text:
+def _side(arm: str, value: Span | None, rates: Text) -> Text:
     """Return the name of a side with its median, and with its rates if the study tries several."""
     if rates:
         return say("%(arm)s: %(value)s (rate %(rates)s)", arm=arm, value=span_text(value), rates=rates)
