@@ -14,18 +14,17 @@ from pathlib import Path
 
 from minitx.ablation.design import AblationConfig
 from minitx.ablation.formatting import sides
-from minitx.ablation.grid import Runs, cells
+from minitx.ablation.grid import RECORD_KEYS, Runs, cells
 from minitx.ablation.judge import Contrast, judge
-from minitx.cli.ablate import stored_records
 from minitx.cli.compose import compose_grid, find_own_modules
+from minitx.training.records import read_json_lines
 
 Verdicts = dict[tuple[str, str, str, str], Contrast]
 
 
 def verdicts(grid: AblationConfig, folder: Path) -> Verdicts:
     """Return the results of a grid by study, quantity and the two sides of the comparison."""
-    chosen = cells(grid)
-    runs = Runs.of([cell.place for cell in chosen], stored_records(chosen, folder / "cells.jsonl"))
+    runs = Runs.of([cell.place for cell in cells(grid)], read_json_lines(folder / "cells.jsonl", RECORD_KEYS))
     found = {}
     for f in judge(grid, runs).findings:
         first, second = sides(grid, f.comparison, f.condition)

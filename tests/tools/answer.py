@@ -108,7 +108,7 @@ def largest_rate(runs: Sequence[dict[str, Any]], steps: int = 200, start: float 
 
 
 Place = tuple[str, str, str, str, int]
-"""Of a search: its study, arm, d_k, which weights train, and seed."""
+"""Of a search: its study, arm, d_k (in the grids of changes: the change), which weights train, and seed."""
 Rates = dict[Place, float]
 """The largest stable rates."""
 
@@ -119,7 +119,8 @@ def brackets(searches: Iterable[dict[str, Any]], by_loss: bool = False) -> dict[
     for one in searches:
         factors, result = one["factors"], one["result"]
         if "runs" in result:
-            place = (one["study"], one["arm"], factors["head_dim"], factors.get("trained", "all"), one["seed"])
+            setting = factors.get("head_dim") or factors["change"]
+            place = (one["study"], one["arm"], setting, factors.get("trained", "all"), one["seed"])
             found[place] = bracket(result["runs"], result["cap"], result["start"] if by_loss else None)
     return found
 
@@ -247,6 +248,108 @@ def sentences_of_text(found: dict[str, Any]) -> list[str]:
     return lines
 
 
+# --- changes of attention
+
+CHANGES = {
+    **{"plain": "none (the plain model)", "gate": "output gate", "differential": "differential attention"},
+    **{"value_residual": "value residual", "qk_norm": "QK-norm", "qk_clip": "QK-clip", "softcap": "soft-cap", "sinks": "sinks"},
+    **{"learned": "learned scale", "log_length": "log-length scale", "latent": "latent attention"},
+    **{"no_positions": "no positions in every fourth layer", "attention_residuals": "attention residuals"},
+}
+"""The names of the changes on the page, in the order of the grid."""
+FACTORED = ("learned", "log_length")
+"""Changes that have a scale of their own: in the arm without 1/√d_k, it starts √d_k times larger."""
+
+
+def verdict(found: dict[int, tuple[tuple[float, float], tuple[float, float]]]) -> tuple[Ratio, str]:
+    """The ratio of the first of two largest stable rates to the second, and whether the second is LESS, MORE or the SAME, by ×1.25.
+
+    The range of the ratio is wider for this by the widest bracket, since a rate is known no better.
+    """
+    ratio = median(math.sqrt(math.prod(first) / math.prod(second)) for first, second in found.values())
+    step = max(high / low for pair in found.values() for low, high in pair)
+    low, high = ratio.low / step, ratio.high * step
+    return ratio, "LESS" if low > 1.25 else "MORE" if high < 0.8 else "SAME" if low >= 0.8 and high <= 1.25 else "UNDECIDED"
+
+
+def changes(record: str = "changes") -> dict[str, dict[str, Any]]:
+    """Of each change: the largest stable rates with 1/√d_k and without it, the verdict on them, and that against the plain model's rate."""
+    searches = brackets(read(f"{record}/cells.jsonl.xz"), by_loss=record == "changes")
+    result = {}
+    for change in dict.fromkeys(place[2] for place in searches):
+        others = (("plain", "own"), (change, "factored" if change in FACTORED else "unscaled"))
+        own, plain, without = (
+            {place[-1]: ends for place, ends in searches.items() if (place[2], place[1]) == side}
+            for side in ((change, "own"), *others)
+        )
+        result[change] = {
+            "with": median(math.sqrt(math.prod(ends)) for ends in own.values()),
+            "without": median(math.sqrt(math.prod(ends)) for ends in without.values()),
+            "ratio": verdict({seed: (own[seed], without[seed]) for seed in own if seed in without}),
+            "plain": verdict({seed: (plain[seed], own[seed]) for seed in own if seed in plain}),
+        }
+    return result
+
+
+def main_ratios(found: dict[str, dict[str, Any]]) -> tuple[Ratio, Ratio, float, float]:
+    """The ratios of the plain model and of QK-norm, the smallest and the largest median ratio of the other changes."""
+    plain, norm = (found[change]["ratio"][0] for change in ("plain", "qk_norm"))
+    others = [of["ratio"][0].median for change, of in found.items() if change not in ("plain", "qk_norm")]
+    return plain, norm, min(others), max(others)
+
+
+def sentences_of_changes(found: dict[str, dict[str, Any]]) -> list[str]:
+    """What ``docs/changes.md`` says in sentences."""
+    plain, norm, low, high = main_ratios(found)
+    against = [1 / found[change]["plain"][0].median for change in found if change != "plain"]
+    searches = brackets(read("changes/cells.jsonl.xz"), by_loss=True)
+    clipped, unclipped = (
+        {seed: ends for (_, arm, name, _, seed), ends in searches.items() if (arm, name) == ("unscaled", change)}
+        for change in ("qk_clip", "plain")
+    )
+    same = sum(ends == unclipped[seed] for seed, ends in clipped.items())
+    (acts, with_it), (acts_without, without), (in_time, collapses) = clips("own"), clips("unscaled"), clips("unscaled", False)
+    assert acts == 0
+    return [
+        f"smaller by a factor of {plain:.2f} ({plain:range}) in the plain model, {norm:.2f} ({norm:range}) with QK-norm, "
+        f"and {low:.2f} to {high:.2f} with the other eleven changes",
+        f"between {min(against):.2f} and {max(against):.2f} times the plain model's",
+        f"in none of {with_it} runs with the scale and in {acts_without} of {without} without it",
+        f"In {collapses - in_time} of {collapses} collapses no score exceeds the limit before the loss has risen by 0.3 nats",
+        f"in {same} of {len(clipped)} seeds the largest stable rate without the scale is exactly the plain model's",
+    ]
+
+
+def clips(arm: str, stable: bool | None = None) -> tuple[int, int]:
+    """In how many runs QK-clip acts, and of how many: those that the plain model has at the same rate and seed. It acts if a loss differs.
+
+    ``stable``: only runs that are stable, or not, in the plain model.
+    """
+    runs = {
+        (one["factors"]["change"], one["seed"], run["rate"]): run
+        for one in read("changes/cells.jsonl.xz")
+        if (one["study"], one["arm"]) == ("stable", arm)
+        for run in one["result"]["runs"]
+    }
+    pairs = [(run, runs.get(("plain", *place))) for (change, *place), run in runs.items() if change == "qk_clip"]
+    both = [(run, plain) for run, plain in pairs if plain is not None and stable in (None, plain["stable"])]
+    return sum(run["loss"] != plain["loss"] for run, plain in both), len(both)
+
+
+def rows_of_changes(found: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """The numbers in the rows of the table in ``docs/changes.md``, by the name of the change."""
+    rows = {}
+    for change in filter(found.__contains__, CHANGES):
+        of = found[change]
+        (ratio, word), (plain, against) = of["ratio"], of["plain"]
+        cells = [f"{of['with'].median * 1e3:.2f}", f"{of['without'].median * 1e3:.2f}", f"{ratio:.2f} ({ratio:range}) {word}"]
+        cells.append(
+            f"{1 / plain.median:.2f} ({1 / plain.high:.2f}–{1 / plain.low:.2f}) {against}" if change != "plain" else "–"
+        )
+        rows[CHANGES[change]] = f"| {' | '.join(cells)} |"
+    return rows
+
+
 def best_rate(losses: dict[tuple[str, float, int], float], arm: str, without: int | None = None) -> float:
     """The rate with the smallest mean loss, over all seeds or those that are not ``without``."""
 
@@ -369,7 +472,7 @@ def numbers() -> dict[str, Any]:
     """The largest stable rates, the ratios and the formula's values, by name."""
     found = rates(read("limits/cells.jsonl.xz"))
     result: dict[str, Any] = {f"steps {init}": ratio_of_steps(of) for init, of in from_scratch().items()}
-    result |= real_model() | text_model() | text_parts()
+    result |= real_model() | text_model() | text_parts() | {"changes": changes()}
     steps_by_init = by_init()
     result |= {f"steps {init}": ratio for init, ratio in steps_by_init.items()} | {"even": crossing(steps_by_init)}
     for study, (_, power) in OPTIMIZERS.items():
@@ -435,6 +538,7 @@ def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
     adamw, sgd, lost, large = (found[f"text {name}"] for name in ("adamw", "sgd", "loss gpt2", "loss lecun"))
     even, spread = found["even"], 128**1.5 * found["even"] ** 2  # √d_k · width · σ²
     parts = sorted(value for name, value in found.items() if name.endswith("rest over qk"))
+    plain, norm, least, most = main_ratios(found["changes"])
     (a, *_, b), (c, *_, d) = (sorted(found[f"{study} {d_k} over the sum"] for d_k in WIDTHS) for study in ("adamw", "sgd"))
     return {
         "why_scale.md": [
@@ -450,6 +554,7 @@ def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
             f"η\\* is {a:.2f} to {b:.2f} times this sum's prediction with AdamW, and {c:.2f} to {d:.2f} times with SGD",
             f"larger rate than 1/√d_k: {found['1/d_k 8']:.1f} times at d_k 8, {found['1/d_k 128']:.1f} times at 128",
             f"{found['adamw query']:.1f} times with AdamW, {found['sgd query']:.0f} times with SGD",
+            f"{plain:.2f} in the plain model, {norm:.2f} ({norm:range}) with QK-norm, {least:.2f} to {most:.2f} with eleven other changes",
             f"{found['adamw from unscaled']:.1f} ({found['adamw from unscaled']:range}) with AdamW and "
             f"{found['sgd from unscaled']:.1f} ({found['sgd from unscaled']:range}) with SGD",
         ],
@@ -466,6 +571,7 @@ def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
             f"AdamW 下 η\\* 是它给出的值的 {a:.2f} 到 {b:.2f} 倍，SGD 下是 {c:.2f} 到 {d:.2f} 倍",
             f"d_k 为 8 时是 1/√d_k 的 {found['1/d_k 8']:.1f} 倍，d_k 为 128 时是 {found['1/d_k 128']:.1f} 倍",
             f"AdamW 下是 {found['adamw query']:.1f}，SGD 下是 {found['sgd query']:.0f}",
+            f"比值在普通模型是 {plain:.2f}，用 QK-norm 是 {norm:.2f}（{norm:range}），用另外十一种改动是 {least:.2f} 到 {most:.2f}",
             f"AdamW 下是 {found['adamw from unscaled']:.1f}（{found['adamw from unscaled']:range}），"
             f"SGD 下是 {found['sgd from unscaled']:.1f}（{found['sgd from unscaled']:range}）",
         ],

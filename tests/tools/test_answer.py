@@ -97,6 +97,16 @@ def test_the_page_of_text_parts_has_the_numbers_of_its_record(found):
     assert [line for line in lines if line not in text] == []
 
 
+def test_the_page_of_changes_has_the_numbers_of_its_record():
+    text = (ROOT / "docs" / "changes.md").read_text(encoding="utf-8")
+    found = answer.changes()
+    assert [sentence for sentence in answer.sentences_of_changes(found) if sentence not in text] == []
+    rows = [line for line in text.splitlines() if line.startswith("| ") and re.search("LESS|SAME|MORE|UNDECIDED", line)]
+    assert len(rows) == 13
+    for line, (name, numbers) in zip(rows, answer.rows_of_changes(found).items(), strict=True):
+        assert name in line and line.endswith(numbers)
+
+
 def test_the_page_of_limits_has_the_numbers_of_its_bounds():
     found = answer.brackets(answer.read("limits/cells.jsonl.xz"))
     whole, adamw, sgd, wide = (answer.sides(found, *some) for some in ((), ("adamw",), ("sgd",), ("sgd", "128")))
