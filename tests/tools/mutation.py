@@ -8,7 +8,7 @@
 
 What is changed: ``mutants.py``. No file is written: a process that has collected the tests forks once a mutant, exchanges the code of
 one function, and runs the tests that execute the line, quick ones first, to the first failure. What runs at import (defaults,
-constants, class attributes) is forked before the collection and imported changed. What is known of the survivors: ``docs/dev/mutation.md``.
+constants, class attributes) is forked before the collection and imported changed. What is known of the survivors: ``docs/dev/testing.md``.
 """
 
 from __future__ import annotations
