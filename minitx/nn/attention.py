@@ -360,7 +360,7 @@ class MultiHeadAttention(nn.Module):
         }
         if names := ", ".join(name for name, is_set in lacking.items() if is_set):
             raise ValueError(f"torch.nn.MultiheadAttention has no {names}")
-        if (fault := not_plain(self, MultiHeadAttention, [part for parts in TORCH_PARTS.values() for part in parts])) is not None:
+        if fault := not_plain(self, MultiHeadAttention, [part for parts in TORCH_PARTS.values() for part in parts]):
             raise ValueError(f"this must be a plain MultiHeadAttention: {fault}")
         sizes = {"kdim": self.k_proj.in_features, "vdim": self.v_proj.in_features, "bias": self.q_proj.bias is not None}
         theirs = nn.MultiheadAttention(E, H, dropout=self.dropout, batch_first=batch_first, **sizes)

@@ -360,7 +360,9 @@ class Lattice:
         """What to do if the points of a seed ask an oracle too seldom: the next seed of twenty that asks all often enough."""
         other = next((other for other in range(seed + 1, seed + 21) if not self.seldom(other)), None)
         remedy = f"no seed up to {seed + 20} does, so let them apply to more values" if other is None else f"set SEED = {other}"
-        return f"{self.file}: an axis or value has changed the draw, and some oracles are asked less than {FEWEST} times: {remedy}"
+        return (
+            f"{self.file}: an axis or value has changed the draw, and some oracles are asked less than {FEWEST} times: {remedy}"
+        )
 
     def shrunk(self, point: Point, failure: Failure) -> tuple[Point, Failure]:
         """The point with as many plain values as still fail the same oracle, and its failure. A refusal stays a refusal."""

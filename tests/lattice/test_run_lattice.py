@@ -115,7 +115,9 @@ def test_every_field_of_the_trainer_is_on_an_axis_or_has_a_reason_why_not():
     on_axes = set(re.findall(r"trainer\.(\w+)", words))
     fields = {field.name for field in dataclasses.fields(TrainerConfig)}
     assert on_axes <= fields
-    assert fields - on_axes <= BESIDE.keys(), "add the option to the words of an axis in tests/lattice/runs.py, or to BESIDE with a reason"
+    assert fields - on_axes <= BESIDE.keys(), (
+        "add the option to the words of an axis in tests/lattice/runs.py, or to BESIDE with a reason"
+    )
     assert BESIDE.keys() <= fields - on_axes, "a reason for a field that needs none"
 
 

@@ -150,7 +150,9 @@ def test_what_torch_does_not_have_is_refused_by_name():
             MultiHeadAttention(E, H, **{name: value}).to_torch()
     options = {*inspect.signature(MultiHeadAttention).parameters}
     new = options - LACKING.keys() - KEPT - OF_SCALE
-    assert new == set(), "to_torch must keep this option (KEPT) or refuse it: a name in its table `lacking`, and a value in LACKING"
+    assert new == set(), (
+        "to_torch must keep this option (KEPT) or refuse it: a name in its table `lacking`, and a value in LACKING"
+    )
 
 
 class HalfMerged(MultiHeadAttention):
@@ -169,7 +171,9 @@ class WithGain(MultiHeadAttention):
         self.gain = nn.Parameter(torch.ones(1))
 
 
-@pytest.mark.parametrize(("layer", "reason"), [(HalfMerged, "its own merge"), (OwnQueries, "its own project"), (WithGain, "gain")])
+@pytest.mark.parametrize(
+    ("layer", "reason"), [(HalfMerged, "its own merge"), (OwnQueries, "its own project"), (WithGain, "gain")]
+)
 def test_a_layer_of_ones_own_is_refused_on_the_way_to_torch(layer, reason):
     with pytest.raises(ValueError, match=f"must be a plain MultiHeadAttention: .*{layer.__name__} has .*{reason}"):
         layer(E, H).to_torch()

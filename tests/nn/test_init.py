@@ -184,7 +184,9 @@ def combinations():
     """The options of every named model of the lattice, and of the first with each change that its config allows."""
     yield from ({**LATTICE_SIZES, **options} for options in OURS.values())
     first = next(iter(OURS.values()))
-    yield from (options for change in CHANGES.values() if not refused_by_tables(options := {**LATTICE_SIZES, **first, **change}))
+    yield from (
+        options for change in CHANGES.values() if not refused_by_tables(options := {**LATTICE_SIZES, **first, **change})
+    )
 
 
 def test_drawing_again_leaves_no_parameter_as_it_was():
