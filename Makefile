@@ -1,20 +1,28 @@
-# make ablation   set up, run the quick grid with and without 1/√d_k, write its report        make test   set up and pass the tests
-# make bench      measure beside others, docs/dev/performance.md (8 pairs a row: at most 15 minutes on two quiet cores; PAIRS=20 is what is published)
-# make site       the page to play with, and the pages and docstrings, as a web site: site/index.html (the search box needs a server)
-# make docs       write the generated pages again: configuring, performance
-# make coverage   lines and branches of minitx/nn that its tests run      make mutation   faults seeded one by one (hours, goes on where it stopped)
+# make ablation   set up, run the quick grid with and without 1/√d_k, write its report
+# make test       set up and run the quick tests; ARGS='tests/nn -k sinks' runs some of them
+# make slow       the tests before a release: several devices, the compiler, the browser, adopted families, wheel and clone
 # make lattice    generated tests of the day: SEED=7 another draw, STRENGTH=3 every triple of values, LIMIT=10 so many points
-# make bench-quality TEXT=tinyshakespeare.txt                  time and tokens to a loss (25 minutes on two cores)
+# make lint       ruff (lint and format) and mypy, strict on minitx.nn
+# make coverage   lines and branches of minitx/nn that its tests run, at least 98 %
+# make mutation   faults seeded one by one (hours, goes on where it stopped)
+# make bench      measure beside others, docs/dev/performance.md (at most 15 minutes on two quiet cores; published rows: PAIRS=20)
+# make bench-quality TEXT=tinyshakespeare.txt   time and tokens to a loss (25 minutes on two cores)
+# make docs       write the generated pages again: configuring, performance
+# make site       the page to play with, the pages and the docstrings, as a web site: site/index.html
+# make clean      remove the environment and all that was built
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 export HF_HUB_OFFLINE := 1
 unexport PYTHONDONTWRITEBYTECODE  # each process would compile all modules anew: 8 s for the tests alone
 
-.PHONY: ablation test slow lattice lint coverage mutation bench bench-quality docs site clean
+.PHONY: ablation help test slow lattice lint coverage mutation bench bench-quality docs site clean
 
 ablation: $(VENV)/train.installed
 	$(BIN)/python scripts/train.py experiment=scaling_ablation
+
+help:
+	@sed -n 's/^# make/make/p' Makefile
 
 test: $(VENV)/dev.installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)

@@ -257,6 +257,12 @@ def test_the_site_is_made_with_the_extras_of_its_pages_and_of_the_page_to_play_w
     assert all(f'".[{extra}]"' in run("make", "-n", "site", "VENV=none", folder=ROOT).stdout for extra in ("docs", "train"))
 
 
+def test_help_has_a_line_for_each_command():
+    commands = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)[1].split()
+    lines = run("make", "-s", "help", folder=ROOT).stdout.splitlines()
+    assert sorted(line.split()[1] for line in lines) == sorted({*commands} - {"help"})
+
+
 @pytest.mark.release
 def test_the_wheel_runs_the_scaling_ablation_from_an_empty_folder(with_train, empty):
     cache = {"XDG_CACHE_HOME": str(empty.parent / "cache")}

@@ -24,6 +24,8 @@ TORCH_PARTS = {
 }
 """Each parameter of ``torch.nn.MultiheadAttention``, and the parameters of ``MultiHeadAttention`` that it concatenates."""
 
+STEPS = ("forward", "project", "merge")  # a method of this name of one's own changes what a layer computes
+
 
 class DotProductAttention(nn.Module):
     """The core: scaled dot-product attention through a backend. It has no parameters.
@@ -340,7 +342,7 @@ class MultiHeadAttention(nn.Module):
             batch_first: the option of torch's layer. ``DropInAttention.to_torch`` passes the option of the layer that it replaced.
 
         Raises:
-            ValueError: an option that torch's layer does not have (the message names it); a projection whose result may depend on
+            ValueError: an option that torch's layer does not have (the message names it); a subclass with its own steps; a projection whose result may depend on
                 more than its weight and bias (LoRA, pruned, parametrised, with hooks); or query, key and value projections when
                 only some are frozen, because torch joins them in one parameter.
         """
@@ -353,15 +355,13 @@ class MultiHeadAttention(nn.Module):
             f"head_dim={self.head_dim}": self.head_dim * H != E,
             f"scale={self.scale.scale} times {self.scale.factor}": self.scale.multiplier != self.head_dim**-0.5,
             f"out_bias={self.out_proj.bias is not None}": (self.out_proj.bias is None) != (self.q_proj.bias is None),
-            "qk_norm": self.qk_norm is not None,
-            "rotary": self.rotary is not None,
-            "sinks": self.sinks is not None,
-            "softcap": self.softcap is not None,
+            **{name: getattr(self, name) is not None for name in ("qk_norm", "rotary", "sinks", "softcap")},
             type(self.core).__name__: not isinstance(self.core, DotProductAttention),
         }
-        if any(lacking.values()):
-            names = ", ".join(name for name, is_set in lacking.items() if is_set)
+        if names := ", ".join(name for name, is_set in lacking.items() if is_set):
             raise ValueError(f"torch.nn.MultiheadAttention has no {names}")
+        if fault := not_plain(self, MultiHeadAttention, [part for parts in TORCH_PARTS.values() for part in parts]):
+            raise ValueError(f"this must be a plain MultiHeadAttention: {fault}")
         sizes = {"kdim": self.k_proj.in_features, "vdim": self.v_proj.in_features, "bias": self.q_proj.bias is not None}
         theirs = nn.MultiheadAttention(E, H, dropout=self.dropout, batch_first=batch_first, **sizes)
         theirs = theirs.to(self.q_proj.weight).train(self.training)
@@ -383,8 +383,9 @@ def not_plain(module: nn.Module, kind: type[nn.Module], parameters: Collection[s
     """Return why ``module`` may compute something other than a ``kind`` with these parameters, or None."""
     name = f"{type(module).__module__}.{type(module).__name__}"
     others = sorted({parameter for parameter, _ in module.named_parameters()} - set(parameters))
-    if not isinstance(module, kind) or type(module).forward is not kind.forward or "forward" in vars(module):
-        return f"{name} has its own forward"
+    own = [step for step in STEPS if getattr(type(module), step, None) is not getattr(kind, step, None) or step in vars(module)]
+    if not isinstance(module, kind) or own:
+        return f"{name} has its own {(own or STEPS)[0]}"
     if others:
         return f"{name} has other parameters, {', '.join(others)}"
     # torch has no public list of a module's hooks

@@ -31,7 +31,7 @@ from minitx.nn.changes import joined
 from minitx.nn.precision import widest_float
 from minitx.nn.transfer import to_host
 from minitx.training.checkpoint_files import network_weights
-from minitx.training.net import KEY_MASKS, Net
+from minitx.training.net import MASK_NAMES, Net
 from minitx.training.objectives import (
     CrossEntropy,
     Objective,
@@ -177,7 +177,7 @@ class TrainingModule(L.LightningModule):
         if self._has_reported_dropped:
             return
         # not masks: ``check`` refuses a mask that hides tokens and is not passed
-        dropped = [name for name in self.net.dropped(batch) if name not in (*KEY_MASKS, *KEY_MASKS.values())]
+        dropped = [name for name in self.net.dropped(batch) if name not in (*MASK_NAMES, *MASK_NAMES.values())]
         if dropped:
             log.info("model: %s.forward does not use %s of the batch", self.net.kind, ", ".join(dropped))
         self._has_reported_dropped = True

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-KEY_MASKS = {"key_mask": "attention_mask", "decoder_key_mask": "decoder_attention_mask"}
+MASK_NAMES = {"key_mask": "attention_mask", "decoder_key_mask": "decoder_attention_mask"}
 """Names of masks: ours, and those in transformers, where masks contain 0 and 1."""
 
 
@@ -99,7 +99,7 @@ class Net:
         if names not in self._keys:
             keys = {}
             for parameter in self.names:
-                mask = next((key for key, other in KEY_MASKS.items() if other == parameter and key not in self.names), None)
+                mask = next((key for key, other in MASK_NAMES.items() if other == parameter and key not in self.names), None)
                 first = FIRST_INPUT if parameter == self.names[0] else None
                 key = next((key for key in (parameter, mask, first) if key in names), None)
                 if key is not None:
@@ -126,7 +126,7 @@ class Net:
             if missing:
                 raise ConfigError(f"model: {self.kind}.forward needs {missing[0]}, but the batch has no such key; {advice}")
             raise ConfigError(f"model: no parameter of {self.kind}.forward matches a key of the batch; {advice}")
-        return {name: batch[key].long() if key in KEY_MASKS and key != name else batch[key] for name, key in keys.items()}
+        return {name: batch[key].long() if key in MASK_NAMES and key != name else batch[key] for name, key in keys.items()}
 
     def dropped(self, batch: Batch) -> list[str]:
         """Return the names of inputs in ``batch`` that are not passed to the network."""
@@ -144,11 +144,11 @@ class Net:
             ConfigError: a mask that hides a token, a mask with a name that the user chose, or ``document_ids`` that differ
                 within a row are not passed.
         """
-        known = (*KEY_MASKS, *KEY_MASKS.values())
+        known = (*MASK_NAMES, *MASK_NAMES.values())
         for name in self.dropped(batch):
             if (name in known and not batch[name].all()) or (name in masks and name not in known):
                 raise ConfigError(
-                    f"model: {self.kind}.forward has no parameter {name}{f' or {KEY_MASKS[name]}' if name in KEY_MASKS else ''}, so it would read "
+                    f"model: {self.kind}.forward has no parameter {name}{f' or {MASK_NAMES[name]}' if name in MASK_NAMES else ''}, so it would read "
                     "padding as data. Add the parameter, or set Task(key_masks={}, pad=...) if the model recognizes padding by its value"
                 )
             ids = batch[name]

@@ -977,3 +977,9 @@ def test_the_page_says_of_each_family_what_is_measured(name):
     from tests.tools.families_table import on_the_page, row
 
     assert on_the_page()[name] == row(name)
+
+
+def test_the_page_has_the_families_of_the_tests_alone():
+    from tests.tools.families_table import on_the_page
+
+    assert {*on_the_page()} == {*NAMES, *BESIDE, *PARTLY, *REFUSED}, "run python tests/tools/families_table.py"

@@ -3,6 +3,7 @@
 import json
 import re
 from functools import partial
+from pathlib import Path
 
 import peft
 import pytest
@@ -12,15 +13,16 @@ import transformers
 from foreign import CASES, LLAMA3, ROPE, YARN, V, answers, batch, build, saved, worst
 from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig
+from transformers import CONFIG_MAPPING, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from minitx.config import TransformerConfig
 from minitx.data.tokenizers import Tokenizer, train_tokenizer
-from minitx.interop import load_hf, pretrained_hf, save_hf
+from minitx.interop import FAMILIES, load_hf, pretrained_hf, save_hf
 from minitx.nn.efficient import LinearAttention
 from minitx.nn.models import build_model
 
+PAGE = (Path(__file__).parents[2] / "docs" / "weights.md").read_text(encoding="utf-8")
 OWN_BERT = {"architecture": "encoder", "norm_position": "post", "embed_norm": True, "activation": "gelu", "norm_eps": 1e-12}
 ROTARY = {"position": "rotary", "norm": "rms", "activation": "swiglu", "bias": False}
 
@@ -199,6 +201,25 @@ def test_a_config_may_leave_out_what_is_the_default(tmp_path):
     absent = ("hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias", "head_dim", "num_key_value_heads", "architectures")
     edit(tmp_path, **dict.fromkeys((*absent, "rope_parameters", "tie_word_embeddings"), "absent"))
     assert torch.equal(load_hf(tmp_path)(ids), want(ids))
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_the_defaults_of_a_family_are_those_of_its_config_class(family):
+    theirs = CONFIG_MAPPING[family.model_type]().to_dict()
+    ours = {key: value for key, value in family.config.defaults.items() if key in theirs}
+    if "use_sliding_window" in theirs:  # false, and the window is null; 4096 where it is true
+        assert (theirs["use_sliding_window"], ours.pop("sliding_window")) == (False, 4096)
+    assert len(ours) >= 10
+    assert {key: theirs[key] for key in ours} == ours
+
+
+def test_the_page_has_the_classes_of_each_family():
+    rows = [line.split("|") for line in PAGE.splitlines() if line.startswith("| `")]
+    for name, family in FAMILIES.items():
+        (classes,) = [row[3] for row in rows if f"`{name}`" in row[1]]
+        ends = [re.sub(r"^.*?(For|Model$)", r"…\1", title) for title in family.architectures]
+        listed = {*re.findall("`([^`]+)`", classes)}
+        assert [title for title, end in zip(family.architectures, ends, strict=True) if not {title, end} & listed] == []
 
 
 # what would be lost

@@ -352,6 +352,18 @@ class Lattice:
                 counts.update(oracle.name for oracle in self.oracles if oracle.applies(point))
         return counts
 
+    def seldom(self, seed: int) -> dict[str, int]:
+        """The oracles that the points of a seed ask less than ``FEWEST`` times, and how often."""
+        return {name: count for name, count in self.asked(self.points(seed)).items() if count < FEWEST}
+
+    def advice(self, seed: int) -> str:
+        """What to do if the points of a seed ask an oracle too seldom: the next seed of twenty that asks all often enough."""
+        other = next((other for other in range(seed + 1, seed + 21) if not self.seldom(other)), None)
+        remedy = f"no seed up to {seed + 20} does, so let them apply to more values" if other is None else f"set SEED = {other}"
+        return (
+            f"{self.file}: an axis or value has changed the draw, and some oracles are asked less than {FEWEST} times: {remedy}"
+        )
+
     def shrunk(self, point: Point, failure: Failure) -> tuple[Point, Failure]:
         """The point with as many plain values as still fail the same oracle, and its failure. A refusal stays a refusal."""
         if failure.oracle == "table":

@@ -51,8 +51,8 @@ DECODERS: dict[str, dict[str, Any]] = {
     "alibi": {"position": "alibi", "window": 3, "parallel": True, "norm_eps": 1e-3, "activation": "gelu_tanh"},
     "log_length": {"scale": "log_length", "norm_position": "deepnorm", "embed_norm": True, "position": "sinusoidal"},
     "yarn": {
-        **YARN, "position": "rotary", "rotary_interleaved": True, "rotary_low": 0.5, "rotary_high": 8.0, "norm_position": "post",
-        "qk_norm": "l2", "qk_norm_eps": 1e-3,
+        **YARN, "rotary_original_len": 64, "rotary_low": 2.0, "rotary_high": 3.0, "rotary_base": 100.0, "head_dim": 8,
+        "position": "rotary", "rotary_interleaved": True, "norm_position": "post", "qk_norm": "l2", "qk_norm_eps": 2.0,
     },
     "layer_scale": {"layer_scale": 0.3, "stochastic_depth": 0.3, "num_heads": 2, "head_dim": 5, "activation": "geglu", "position_offset": 2},
     "additive": {"attention": "additive", "position": "rotary"},

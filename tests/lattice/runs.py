@@ -41,6 +41,7 @@ ROOT = str(Path(__file__).resolve().parents[2])
 if ROOT not in sys.path:  # as a program
     sys.path.insert(0, ROOT)
 
+from minitx.training.metrics_csv import OF_THE_MACHINE  # noqa: E402
 from tests.lattice import engine, inside, run_parts, several  # noqa: E402
 from tests.lattice.engine import KnownFault, Lattice, Oracle, Point, Refusal, matches  # noqa: E402
 from tests.lattice.run_parts import PowerCut, Record  # noqa: E402
@@ -442,9 +443,6 @@ def _surroundings(point: Point) -> Iterator[None]:
 
 
 # --- what a run leaves, and what it must not change
-
-OF_THE_MACHINE = ("seconds", "tokens_per_second", "memory_mb", "mfu")
-"""Columns that differ between two equal runs."""
 
 _OF_THE_COMMAND = ("config.yaml", "command.txt")
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from minitx.training.metrics_csv import OF_THE_MACHINE
 from tests.lattice import run_parts
 from tests.lattice.engine import Point
 from tests.lattice.run_parts import PowerCut, Record
@@ -93,8 +94,6 @@ def train(count: int, words: list[str], folder: Path, point: Point) -> tuple[dic
 def _without_places(value: Any) -> Any:
     """A message or a result without what may differ between processes: seconds and memory."""
     if isinstance(value, dict):
-        from tests.lattice.runs import OF_THE_MACHINE
-
         return {name: each for name, each in value.items() if name not in OF_THE_MACHINE}
     return re.sub(r"/tmp/\S+", "", value) if isinstance(value, str) else value
 

@@ -153,6 +153,15 @@ def test_an_oracle_is_counted_where_it_is_asked():
     assert counts["sums"] == sum(p["a"] != "a0" and p["c"] != "c3" and subject.serves(p) for p in points) >= FEWEST
 
 
+def test_a_seed_that_asks_too_seldom_is_told_with_the_next_that_asks_often_enough():
+    subject = lattice(oracles=(Oracle(sums, where=({"c": "c0|c1", "b": "b0"},)), Oracle(products)))
+    assert [len(subject.seldom(seed)) for seed in (0, 1, 2, 3)] == [1, 0, 1, 0]
+    assert subject.seldom(2) == {"sums": 4}
+    assert subject.advice(2).endswith(": set SEED = 3")
+    rare = lattice(oracles=(Oracle(sums, where=({"c": "c1", "d": "d0"},)), Oracle(products)))
+    assert rare.advice(0).endswith(": no seed up to 20 does, so let them apply to more values")
+
+
 def test_a_line_of_words_is_the_point_again():
     subject = lattice()
     for point in subject.points():

@@ -1,6 +1,7 @@
 """torch's layer and ours: the same numbers to and fro, in torch's place, and in models; where torch answers differently, on record."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -134,17 +135,48 @@ def test_a_frozen_layer_is_frozen_in_torch_and_one_that_is_frozen_in_part_is_ref
         ours.to_torch()
 
 
+LACKING = {
+    "num_kv_heads": 1, "head_dim": 5, "out_bias": False, "scale": "unscaled", "sinks": True, "softcap": 3.0,
+    "qk_norm": QKNorm("rms", 4), "rotary": Rotary(4), "core": nn.Identity(),
+}  # fmt: skip
+"""A value of each option of ours that torch's layer does not have."""
+KEPT = {"embed_dim", "num_heads", "kdim", "vdim", "bias", "dropout"}
+OF_SCALE = {"max_len"}
+
+
 def test_what_torch_does_not_have_is_refused_by_name():
-    lacking = {"num_kv_heads": 1, "head_dim": 5, "out_bias": False, "scale": "unscaled", "sinks": True, "softcap": 3.0}
-    parts = {
-        "qk_norm": QKNorm("rms", 4),
-        "rotary": Rotary(4),
-        "scale": ScoreScale(head_dim=4, factor=2.0),
-        "core": nn.Identity(),
-    }
-    for name, value in (*lacking.items(), *parts.items()):
+    for name, value in (*LACKING.items(), ("scale", ScoreScale(head_dim=4, factor=2.0))):
         with pytest.raises(ValueError, match=f"has no {'Identity' if name == 'core' else name}"):
             MultiHeadAttention(E, H, **{name: value}).to_torch()
+    options = {*inspect.signature(MultiHeadAttention).parameters}
+    new = options - LACKING.keys() - KEPT - OF_SCALE
+    assert new == set(), (
+        "to_torch must keep this option (KEPT) or refuse it: a name in its table `lacking`, and a value in LACKING"
+    )
+
+
+class HalfMerged(MultiHeadAttention):
+    def merge(self, heads, query):
+        return super().merge(heads / 2, query)
+
+
+class OwnQueries(MultiHeadAttention):
+    def project(self, query, key, value, rotation):
+        return super().project(-query, query if key is None else key, value, rotation)
+
+
+class WithGain(MultiHeadAttention):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.gain = nn.Parameter(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"), [(HalfMerged, "its own merge"), (OwnQueries, "its own project"), (WithGain, "gain")]
+)
+def test_a_layer_of_ones_own_is_refused_on_the_way_to_torch(layer, reason):
+    with pytest.raises(ValueError, match=f"must be a plain MultiHeadAttention: .*{layer.__name__} has .*{reason}"):
+        layer(E, H).to_torch()
 
 
 @pytest.mark.parametrize("projection", ["q_proj", "k_proj", "v_proj", "out_proj"])

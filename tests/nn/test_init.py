@@ -9,7 +9,9 @@ from torch import nn
 from torch.nn.utils import prune
 
 from minitx.config import TransformerConfig
-from minitx.nn import DecoderLM, Encoder, MultiHeadAttention, init_weights
+from minitx.nn import DecoderLM, Encoder, MultiHeadAttention, build_model, init_weights
+from tests.lattice.networks import CHANGES, OURS, refused_by_tables
+from tests.lattice.networks import SIZES as LATTICE_SIZES
 
 SIZES = {"vocab_size": 97, "embed_dim": 128, "num_heads": 2, "num_layers": 2, "max_len": 64, "tie_embeddings": False}
 E, D, F = 128, 64, 512
@@ -178,15 +180,28 @@ def test_gains_are_given_by_role():
         assert torch.equal(getattr(gained, name).weight, factor * getattr(plain, name).weight)
 
 
-def test_drawing_again_resets_norms_gains_learned_scales_sinks_and_biases_of_positions():
-    network = model(scale="learned", qk_norm="l2", layer_scale=0.1, sinks=True, position="t5")
-    fresh = {name: p.detach().clone() for name, p in network.named_parameters()}
-    with torch.no_grad():
-        for p in network.parameters():
-            p.fill_(3.0)
-    init_weights(network, "gpt2", num_layers=2, generator=torch.Generator().manual_seed(0))
-    assert all(torch.equal(p, fresh[name]) for name, p in network.named_parameters())
-    assert not network.attn_bias.weight.any() and not network.blocks[1].attention.sinks.any()
+def combinations():
+    """The options of every named model of the lattice, and of the first with each change that its config allows."""
+    yield from ({**LATTICE_SIZES, **options} for options in OURS.values())
+    first = next(iter(OURS.values()))
+    yield from (
+        options for change in CHANGES.values() if not refused_by_tables(options := {**LATTICE_SIZES, **first, **change})
+    )
+
+
+def test_drawing_again_leaves_no_parameter_as_it_was():
+    for options in combinations():
+        config = TransformerConfig(**options)
+        network = build_model(config)
+        fresh = {name: p.detach().clone() for name, p in network.named_parameters()}
+        with torch.no_grad():
+            for p in network.parameters():
+                p.fill_(torch.nan)
+        init_weights(network, config.init, fold=config.init_fold, num_layers=config.num_layers)
+        left = [name for name, p in network.named_parameters() if not p.isfinite().all()]
+        assert left == [], "init_weights must reset these: in _Drawer.attention, or in a reset_parameters of their module"
+        alike = [name for name, p in fresh.items() if (p == p.flatten()[0]).all() and p.numel() > 1]
+        assert [name for name in alike if not torch.equal(network.get_parameter(name), fresh[name])] == [], options
 
 
 def test_the_row_of_padding_stays_zero():
