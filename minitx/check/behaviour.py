@@ -208,9 +208,10 @@ def bfloat16(exam: Examination) -> None:
 
 def compiled(exam: Examination) -> None:
     """``torch.compile`` changes nothing."""
-    logger = logging.getLogger("torch._dynamo")
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # a graph break is no fault
+    loggers = [logging.getLogger(name) for name in ("torch._dynamo", "torch.__trace")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)  # a graph break is no fault, and a trace hides the report of a test
     try:
         with exam.called.using(torch.compile(exam.called.model, backend="aot_eager", dynamic=False)):  # type: ignore[arg-type]
             output = exam.called.answer(exam.inputs)
@@ -219,5 +220,6 @@ def compiled(exam: Examination) -> None:
         return
     finally:
         torch.compiler.reset()
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
     exam.judge("compile", exam.gap(output, exam.base), "compile-differs")

@@ -103,7 +103,9 @@ def check_attention(
             function, seed=seed, device=device
         )  # more than the definition, such as a gate: by its properties
         mixes = all(found.id != "sees-no-other" for found in as_model.findings)
-        report = as_model if as_model.called_as and mixes else report
+        if as_model.called_as and mixes:
+            reason = ": ".join(filter(None, (f"as attention, {report.findings[0].fault}", report.findings[0].witness)))
+            report = replace(as_model, checks=(*as_model.checks, Check("definition", NOT_TRIED, reason)))
     if call is not None and not report.called_as:
         raise ValueError(f"call={call.__name__} does not call {name}: {report.findings[0].witness or report.findings[0].fault}")
     return report

@@ -313,7 +313,7 @@ class Examination:
         words = {"severity": self.severity, "gap": gap, "exam": self} | words
         found = key if isinstance(key, Finding) else finding(key, **words)
         self.record(check, FAILED, found.fault, gap)
-        self._add(replace(found, witness=found.witness + at, repeat=self._repeat(check)))
+        self._add(replace(found, witness=(found.witness + at).removeprefix("; "), repeat=self._repeat(check)))
 
     def note(self, key: str, severity: Severity | None = None, **words: Any) -> str:
         """Add a finding that fails no check, and return its text."""

@@ -71,7 +71,7 @@ FINDINGS: dict[str, tuple[Severity | None, *tuple[str, ...]]] = {
     "positions-not-relative": (WRONG, "positions are not relative, as declared",
      "Rotate queries and keys with the same angles and pairs of features, or add a bias of the distance alone.", "adding 3 to all position_ids moves the output by {gap.size:.2g} (a visible token: {exam.typical:.2g})"),
     # its padding, documents and cache
-    "{source}mask-inverted": (WRONG, "{mask} is inverted: 1 hides a token", "In attention_mask, 1 is a real token: masked_fill(mask == 0, -inf)."),
+    "{source}mask-inverted": (WRONG, "{mask} is inverted: 1 hides a token", "In attention_mask and in the mask of an adapter, 1 is a real token: masked_fill(mask == 0, -inf)."),
     "{source}mask-of-ones-changes": (WRONG, "{mask} changes the output, although it hides nothing",
      "Does the mask replace the causal mask?", "a mask that hides nothing moves the output by {gap.size:.2g}"),
     "{source}nan-{side}": (WRONG, "NaN at real tokens with padding {where}", "Hide with a finite number, or clear rows that see nothing."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 import sys
@@ -67,18 +68,19 @@ class _Pieces:
             options: dict[str, Any] = {} if cache is None else {str(called.cache): cache}
             options |= {"use_cache": True} if "use_cache" in called.names else {}
             options |= {key: value[:, start:end] for key, value in extra.items()}
-            # minitx's cache stores the earlier part of the mask; other models need all of it, or its new part
-            starts = [] if keep is None else [start] if self.make is not None else [0, start][: 1 + (start > 0)]
+            # most models need the whole mask; minitx's cache stores its earlier part
+            starts = [] if keep is None else [0, start][: 1 + (start > 0)]
             masks = [{stream.name: keep[:, first:end]} for first in starts if keep is not None]
-            result = self._piece(piece, masks or [None], options)
+            result, cache = self._piece(piece, masks or [None], options)
             outputs.append(called.output(result, piece))
             if outputs[-1].shape[:2] != (B, end - start):
                 shape = tuple(outputs[-1].shape)
                 raise RuntimeError(f"a piece of {end - start} tokens in {B} rows gives an output of shape {shape}")
             if self.make is None:
                 cache = returned_cache(result, str(called.cache))
-                if cache is None:
-                    raise ValueError("the model returns no cache")
+                need(
+                    cache is not None, "the model returns no cache, and has no method make_cache() for one that its calls fill"
+                )
             start = end
             if back and hasattr(cache, "activate_past_recording"):  # of transformers
                 cache.activate_past_recording()
@@ -86,16 +88,18 @@ class _Pieces:
                 try:
                     cache.crop(-back)
                 except (AttributeError, RuntimeError) as error:
-                    raise ValueError(f"the cache cannot be cut back: {fault_text(error)}") from error
+                    raise NotTriedError(f"the cache cannot be cut back: {fault_text(error)}") from error
                 outputs[-1], start = outputs[-1][:, :-back], end - back
         return torch.cat(outputs, 1)
 
-    def _piece(self, piece: dict[str, Tensor], masks: Sequence[Any], options: dict[str, Any]) -> Any:
-        """Call the model with the first mask that it accepts."""
+    def _piece(self, piece: dict[str, Tensor], masks: Sequence[Any], options: dict[str, Any]) -> tuple[Any, Any]:
+        """Call the model with the first mask that it accepts, and return its result and the cache that it was given."""
+        key = str(self.called.cache)
         for mask in masks[:-1]:
+            tried = options if self.make is None else options | {key: copy.deepcopy(options[key])}  # a refused call may fill it
             with suppress(RuntimeError, ValueError):
-                return self.called.run(piece, mask, **options)
-        return self.called.run(piece, masks[-1], **options)
+                return self.called.run(piece, mask, **tried), tried.get(key)
+        return self.called.run(piece, masks[-1], **options), options.get(key)
 
     def compare(self, id: str, cuts: Sequence[int], what: str = "") -> None:
         """Compare pieces with one call. Without ``cuts``, the row is long."""

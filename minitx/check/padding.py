@@ -25,7 +25,8 @@ def padding(exam: Examination) -> None:
         if stream.form is None:
             exam.skip(checks.prefix, stream.why_unmasked)
             continue
-        if stream.name in exam.turned and "attention_mask" in (stream.mask or ""):
+        is_stated = exam.called.call is not None or "attention_mask" in (stream.mask or "")
+        if stream.name in exam.turned and is_stated:
             exam.failed(f"{checks.prefix}/meaning", "{source}mask-inverted", **checks.words)
         exam.attempt(f"{checks.prefix}/mask-of-ones", checks.ones)
         for side in ("left", "right", "inside"):

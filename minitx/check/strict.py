@@ -60,6 +60,8 @@ def check_cases(
     """
     parameters = inspect.signature(kernel).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if not takes_all and (absent := [name for name in QKV if name not in parameters]):
+        raise TypeError(f"strict needs the parameter names of scaled_dot_product_attention, but {', '.join(absent)} is missing")
     subject, checks = Subject(kernel, torch.float64, device, seed=11), []
     for case in kernel_cases() if chosen is None else chosen:
         has_mask = case.mask or case.allowed is not None

@@ -31,7 +31,8 @@ python scripts/check.py FILE.py:NAME like=FILE.py:NAME [key=value ...]
 
 NAME is a function of queries, keys and values, a layer with projections, a model, or a class or function that returns one.
 Python runs the file with your permissions. FOLDER is a Hugging Face folder, a checkpoint or the folder of a run; their code
-is not run. The exit code is 1 if something is wrong, and 2 if there is nothing to check."""
+is not run. A file in a package is imported as its module. The exit code is 1 if something is wrong, and 2 if there is nothing to
+check or a property in only= could not be tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +80,8 @@ class CheckConfig(ProgramConfig):
         self.refuse_together("model", "target", "strict", "stage", "mask")
         self.refuse_together("like", "only", "expect", "call", "strict", "stage", "mask")
         self.refuse_together("strict", "call", "stage")
+        for key in ("only", "expect"):
+            self.refuse_together(key, "strict", "stage", "mask")
         for key, value in {"": self.target, "weights=": self.weights}.items():
             require(not value or all(value.rpartition(":")), f"{key}{value} must be FILE.py:NAME, such as mine.py:attention")
         require(bool(self.like) or not self.weights, "weights is for a reference: add like=FILE.py:NAME")
@@ -95,13 +98,14 @@ class CheckConfig(ProgramConfig):
 
 def main() -> int:
     """The program behind ``scripts/check.py`` and ``minitx-check``; returns the exit code."""
-    reports: list[Report] = []
+    codes: list[int] = []
     arguments = [word if "=" in word or word.startswith("-") else f"target={word}" for word in sys.argv[1:]]
-    code = run_program(CheckConfig, HELP, lambda config: reports.append(_run_check(config)), arguments=arguments)
-    return code or max((report.exit_code for report in reports), default=0)
+    code = run_program(CheckConfig, HELP, lambda config: codes.append(_run_check(config)), arguments=arguments)
+    return code or max(codes, default=0)
 
 
-def _run_check(config: CheckConfig) -> Report:
+def _run_check(config: CheckConfig) -> int:
+    """Show the report, and return the exit code."""
     with importing():
         module = None if config.model else _module_at(config.target.rpartition(":")[0])
         subject = _object_at(config.target, module) if module else _stored_model(config.model, "model", config.trust)
@@ -114,7 +118,15 @@ def _run_check(config: CheckConfig) -> Report:
         with refusing(f"json={config.json} cannot be written: ", (OSError,)):
             Path(config.json).write_text(report.json(), encoding="utf-8")
     write(f"{report}\n")
-    return report
+    return report.exit_code or 2 * bool(_untried(report, config.properties or []))
+
+
+def _untried(report: Report, properties: list[str]) -> list[str]:
+    """Return the properties without a check that was tried."""
+    from minitx.check.results import NOT_TRIED
+
+    tried = {check.id.partition("/")[0] for check in report.checks if check.status != NOT_TRIED}
+    return [name for name in properties if name not in tried]
 
 
 def _code_report(subject: Any, config: CheckConfig, adapter: Any) -> Report:
@@ -280,10 +292,13 @@ PREFIX = "file_to_check_"
 
 
 def _module_at(path: str) -> ModuleType:
-    """Import a file under a name that no other module has. While it runs, its folder is the first in ``sys.path``, as in a script."""
+    """Import a file under a name that no other module has, or as a module of the package that it is in.
+
+    While it runs, its folder, or the folder of its package, is the first in ``sys.path``, as in a script.
+    """
     file = Path(path)
     require(file.is_file(), f"{path} does not exist" if not file.exists() else f"{path} is not a file")
-    folder = str(file.absolute().parent)
+    folder, name = _place_in_package(file)
     number = sum(name.startswith(PREFIX) for name in sys.modules)
     spec = importlib.util.spec_from_file_location(f"{PREFIX}{number}", file.absolute())
     if file.suffix != ".py" or spec is None or spec.loader is None:
@@ -291,15 +306,36 @@ def _module_at(path: str) -> ModuleType:
     _unload_namesakes(folder)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look up a module by its name
-    sys.path.insert(0, folder)
+    sys.path[:] = [folder, *sys.path, str(file.absolute().parent)]
     try:
-        spec.loader.exec_module(module)
+        if name:
+            module.__file__ = str(Path(folder, file.name))  # the home of the package, for _unload_namesakes
+            module = importlib.import_module(name)
+        else:
+            spec.loader.exec_module(module)
     except Exception as error:
-        raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}{_import_advice(error)}") from error
     finally:
         sys.path.remove(folder)
         sys.path.append(folder)  # for imports in functions, without taking the place of libraries
+    found = str(module.__file__)
+    require(not name or os.path.samefile(found, file), f"{path} cannot be imported: {name} is already {found}")
     return module
+
+
+def _place_in_package(file: Path) -> tuple[str, str]:
+    """Return the folder that a file is imported from, and its dotted name there ("": it is in no package)."""
+    file = file.absolute()
+    folder, names = file.parent, [] if file.stem == "__init__" else [file.stem]
+    while (folder / "__init__.py").is_file() and folder.name.isidentifier():
+        folder, names = folder.parent, [folder.name, *names]
+    is_module = folder != file.parent and all(name.isidentifier() for name in names)
+    return (str(folder), ".".join(names)) if is_module else (str(file.parent), "")
+
+
+def _import_advice(error: Exception) -> str:
+    """Return the end of the message if a package was not found: how it is found."""
+    return "; install its package (pip install -e .), or add its folder to PYTHONPATH" * isinstance(error, ModuleNotFoundError)
 
 
 def _unload_namesakes(folder: str) -> None:

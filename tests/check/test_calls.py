@@ -32,6 +32,26 @@ def by_id(report):
     return {check.id: check for check in report.checks}
 
 
+class Grouped(nn.Module):
+    """Causal self-attention of 4 heads with 2 key heads, and one input."""
+
+    def __init__(self):
+        super().__init__()
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(16, width) for width in (16, 8, 8, 16))
+
+    def forward(self, x):
+        q, k, v = (layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.wq, self.wk, self.wv))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.wo(out.transpose(1, 2).flatten(2))
+
+
+def test_a_layer_that_is_checked_as_a_model_is_not_compared_with_the_definition_and_says_so():
+    report = check_attention(Grouped())
+    assert report.called_as and {"causality", "rows"} <= {check.id.partition("/")[0] for check in report.checks}, str(report)
+    definition = by_id(report)["definition"]
+    assert definition.status == Status.NOT_TRIED and "no way to call it was found" in definition.reason, str(report)
+
+
 # the table
 
 

@@ -121,6 +121,11 @@ def failures(kernel, cases):
     return {check.id.partition("/")[0] for check in strict.check_cases(kernel, cases) if check.status == Status.FAILED}
 
 
+def test_a_function_with_other_parameter_names_is_refused_in_one_sentence():
+    with pytest.raises(TypeError, match=r"strict needs the parameter names of .*, but query, value is missing"):
+        check_attention(lambda q, key, v: q, strict=True)
+
+
 @pytest.mark.parametrize("backend", ["math", "sdpa", pytest.param("chunked", marks=pytest.mark.slow)])
 def test_the_backends_pass(backend, monkeypatch):
     monkeypatch.setattr(chunked, "LARGEST", 2)  # several tiles

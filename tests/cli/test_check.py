@@ -87,6 +87,7 @@ def program(tmp_path, monkeypatch, capsys):
     (tmp_path / "mine.py").write_text(SOURCE)
     (tmp_path / "broken.py").write_text("def attention(q, k, v:\n")
     (tmp_path / "raises.py").write_text("{}['weights']\n")
+    (tmp_path / "needs.py").write_text("import absent_package\n")
     (tmp_path / "model.py").write_text(MODEL)
 
     def run(*words):
@@ -151,6 +152,9 @@ def test_help_says_that_the_file_runs_and_shows_every_key_and_its_meaning(progra
     (["mine.py:right", "stage=6"], "stage=6 is not allowed"),
     (["mine.py:right", "mask=show"], "mask=show is not allowed: one of keep, hide"),
     (["mine.py:right", "stage=1", "strict=true"], "cannot be combined"),
+    (["model.py:model", "mask=keep", "only=padding"], "only and mask cannot be combined"),
+    (["model.py:model", "mask=keep", "expect=causal"], "expect and mask cannot be combined"),
+    (["needs.py:attention"], "ModuleNotFoundError: No module named 'absent_package'; install its package"),
     (["mine.py:right", "json=nowhere/out.json"], "in a folder that does not exist"),
 ])  # fmt: skip
 def test_what_is_mistyped_ends_with_one_sentence_and_the_exit_code_2(program, words, complaint):
@@ -176,8 +180,10 @@ def test_an_adapter_of_the_same_or_of_another_file_calls_what_is_checked(program
     code, shown, _ = program("mine.py:in_one_tuple", "call=adapter")
     assert code == 1 and "called as  adapter(query, key, value)" in shown and "wrong      no scale" in shown
     for word in ("call=in_dict", "call=model.py:in_dict"):
+        code, shown, _ = program("model.py:ReadsDict", "only=causality", word)
+        assert code == 0 and "ReadsDict by in_dict(ids)" in shown
         code, shown, _ = program("model.py:ReadsDict", "only=causality,cache", word)
-        assert code == 0 and "ReadsDict by in_dict(ids)" in shown and "not tried  cache: call= passes no cache" in shown
+        assert code == 2 and "not tried  cache: call= passes no cache" in shown and "passed     call, causality" in shown
 
 
 GPT = """
@@ -209,6 +215,27 @@ def test_two_files_of_one_name_are_two_modules_and_import_their_own_neighbours(p
     assert code == 1 and "1.5 times" in shown, shown + error
     code, shown, error = program("model.py:Own", "call=ref/model.py:adapter", "only=rows")  # the adapter of the other model.py
     assert code == 0 and "Own by adapter(ids)" in shown, error
+
+
+def test_a_file_in_a_package_is_its_module_and_a_namesake_in_another_folder_is_another_one(program, tmp_path):
+    for folder, factor in (("new", 2), ("old", 3)):
+        package = tmp_path / folder / "src" / "lib_to_check"
+        (package / "models").mkdir(parents=True)
+        (package / "__init__.py").write_text("from .models.gpt import GPT\n")
+        (package / "models" / "__init__.py").touch()
+        (package / "models" / "gpt.py").write_text(GPT.replace("from layers", "from ..layers") + "from alone import NAME\n")
+        (package / "models" / "alone.py").write_text("NAME = 'beside the file'\n")
+        (package / "layers.py").write_text(f"FACTOR = {factor}\n")
+    new, old = (check._object_at(f"{folder}/src/lib_to_check/models/gpt.py:GPT") for folder in ("new", "old"))
+    assert (new.__module__, new.forward.__globals__["FACTOR"]) == ("lib_to_check.models.gpt", 2)
+    assert (old.__module__, old.forward.__globals__["FACTOR"]) == ("lib_to_check.models.gpt", 3)
+    assert check._object_at("old/src/lib_to_check/__init__.py:GPT") is old  # a second import of one package
+    code, shown, error = program("new/src/lib_to_check/models/gpt.py:GPT", "like=old/src/lib_to_check/models/gpt.py:GPT")
+    assert code == 1 and "0.6667 times" in shown, shown + error
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("def attention(q, k, v): ...\n")
+    code, _, error = program("torch/__init__.py:attention")
+    assert code == 2 and "torch/__init__.py cannot be imported: torch is already " in error
 
 
 @pytest.mark.parametrize("name", ["random", "colorsys"])

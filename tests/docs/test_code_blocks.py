@@ -165,7 +165,11 @@ PRESUMED: dict[str, Callable[[Path], object] | str] = {
     "conf": yaml_of("docs/configuring.md", "experiment/mine.yaml"),
     "mine": grids_of_ones_own,
     **{name: partial(shutil.copytree, ROOT / name) for name in COPIED},
-    "mine.py": lines("from minitx.nn import scaled_dot_product_attention as attention"),
+    "mine.py": lines(
+        "from minitx.config import TransformerConfig",
+        "from minitx.nn import DecoderLM, scaled_dot_product_attention as attention",
+        "MyGPT = DecoderLM(TransformerConfig(vocab_size=31, embed_dim=32, num_layers=1, num_heads=4, max_len=64))",
+    ),
     "my_module.py": lines("from minitx.nn import scaled_dot_product_attention as my_attention"),
 }
 """What a page speaks of as there: how it is made, or the overrides of a short run, or where on this shelf it is copied from."""
@@ -347,6 +351,8 @@ def test_the_python_of_a_page_runs_in_order_and_prints_what_stands_below_it(page
             exec(compile("\n" * (block.line - 1) + block.text, page, "exec", dont_inherit=True), names)
         if after is not None and read(page).split(block.text + "```\n", 1)[1].startswith("\n```text\n"):
             assert matches(printed.getvalue(), after.text), f"{block.name} printed:\n{printed.getvalue()}"
+    for name in [name for name in names if name.startswith("test_")]:
+        names[name]()
 
 
 def test_what_was_printed_is_compared_line_by_line():
