@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from minitx.analysis.gradients import gradient_statistics, projection_weights
 from minitx.analysis.questions import questions_of
 from minitx.analysis.recorder import Look, warn_of_calls, watch
-from minitx.analysis.saved_snapshots import write_snapshot
-from minitx.analysis.snapshot import SOURCE, TARGET
+from minitx.analysis.snapshot import SOURCE, TARGET, write_snapshot
 from minitx.analysis.snapshot_sources import take_snapshot
 from minitx.analysis.statistics import (
     logit_step_of,

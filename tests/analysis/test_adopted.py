@@ -31,7 +31,7 @@ from minitx.analysis.answers import next_tokens  # noqa: E402
 from minitx.analysis.experiments import answers_without_heads  # noqa: E402
 from minitx.analysis.gradients import gradient_statistics, projection_weights  # noqa: E402
 from minitx.analysis.recorder import modules_of, watch  # noqa: E402
-from minitx.analysis.saved_snapshots import read_snapshot, write_snapshot  # noqa: E402
+from minitx.analysis.snapshot import read_snapshot, write_snapshot  # noqa: E402
 from minitx.analysis.statistics import real_keys  # noqa: E402
 from minitx.analysis.viewer import view  # noqa: E402
 from minitx.interop import adopt_hf, release_hf  # noqa: E402

@@ -29,7 +29,7 @@ from minitx.analysis import (
 from minitx.analysis.answers import next_tokens
 from minitx.analysis.experiments import with_knock_outs
 from minitx.analysis.gradients import gradient_statistics
-from minitx.analysis.saved_snapshots import write_snapshot
+from minitx.analysis.snapshot import write_snapshot
 from minitx.analysis.statistics import logit_step, token_cosine
 from minitx.config import TransformerConfig
 from minitx.nn import AttentionCall, DecoderLM, EncoderDecoder

@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from minitx.analysis import take_snapshot
-from minitx.analysis.saved_snapshots import read_snapshots
-from minitx.analysis.snapshot import typical_row
+from minitx.analysis.snapshot import read_snapshots, typical_row
 from minitx.analysis.viewer import playground
 from minitx.cli.inputs import RowInputs, attention_of
 from minitx.config import TransformerConfig, to_dict
