@@ -20,8 +20,8 @@ from minitx.data.documents import DocumentRows, Ragged, learned_marks, task_of
 from minitx.data.extras import package
 from minitx.data.tables import column_of, divided, hold_out, load_tables, share_of
 from minitx.data.task import Task, VocabSize
+from minitx.data.tokenizer import Tokenizer, count_unknown, require_marks
 from minitx.data.tokenizer_choice import find_or_train_tokenizer
-from minitx.data.tokenizers import Tokenizer, count_unknown, require_marks
 
 log = logging.getLogger(__name__)
 

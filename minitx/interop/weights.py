@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from minitx.config import to_dict
+from minitx.data.tokenizer import Tokenizer
 from minitx.data.tokenizer_folder import load_tokenizer
-from minitx.data.tokenizers import Tokenizer
 from minitx.interop.config_json import UnsupportedError, find_architecture, read_config, unlike, write_config
 from minitx.interop.decoders import DECODERS
 from minitx.interop.encoders import ENCODERS

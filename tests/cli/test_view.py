@@ -20,7 +20,7 @@ from minitx.cli.inputs import RowInputs, attention_of
 from minitx.config import TransformerConfig, to_dict
 from minitx.config.training import MODEL
 from minitx.data.token_labels import token_texts
-from minitx.data.tokenizers import train_tokenizer
+from minitx.data.tokenizer import train_tokenizer
 from minitx.generation import generate
 from minitx.nn import MultiHeadAttention
 from minitx.nn.models import build_model

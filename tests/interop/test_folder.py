@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from minitx.config import TransformerConfig
-from minitx.data.tokenizers import Tokenizer, train_tokenizer
+from minitx.data.tokenizer import Tokenizer, train_tokenizer
 from minitx.interop import config_json, load_hf, pretrained_hf, save_hf
 from minitx.nn.efficient import LinearAttention
 from minitx.nn.models import build_model
