@@ -290,11 +290,22 @@ class Buffers(NamedTuple):
 
 
 def _of_rows(tile: Tile, inverse: Tensor, buffers: Buffers) -> dict[str, Tensor]:
-    """Return the values of each row of a tile that the statistics need, (B, H, l) each.
+    """Return the values of each row of a tile that the statistics need, (B, H, l) each. Sums are over its n visible keys j:
+
+    ======================  ===========================================================================================
+    ``n``, ``cosine``       n, and Σ_j dot_j / ‖k_j‖ with dot = z for plain scores z = scale · q·k, else q·k
+    ``lowest``, ``highest`` min_j z_j (at most 0 if a key is hidden) and max_j z_j
+    ``top``, ``favourite``  max_j p_j and its key; with a scale of 0, the key of the largest dot
+    ``entropy``             Σ_j p_j (z_j - max z); Σ_j p_j ln p_j if the weights are not the softmax of scores
+    ``mass``                Σ_j p_j, with sinks only
+    ``mean``, ``squares``   the mean of z, and Σ_j (z_j - mean)². ``squares_of_dots``: of q·k, unless the scores are plain
+    ``ipr``, ``cubes``      Σ_j p_j² and Σ_j p_j³
+    ======================  ===========================================================================================
 
     Args:
         inverse: (B, H, S), 1 / ‖k‖.
-        buffers: memory with room for the scores.
+        buffers: memory with room for the scores. Each holds several values, one after the other: ``scores`` z (0 at hidden keys) and at
+            the end z - mean; ``shifted`` dot / ‖k‖, z (hidden keys far below all others), z - max z, p² and p³; ``weights`` p.
     """
     call, visible, dtype = tile.call, tile.visible, buffers.scores.dtype
     seen = visible.to(dtype)
@@ -306,27 +317,27 @@ def _of_rows(tile: Tile, inverse: Tensor, buffers: Buffers) -> dict[str, Tensor]
     divisor = n.clamp(min=1)
     is_plain = _is_scaled_product(call)
     shape = (*tile.query.shape[:3], seen.shape[-1])
-    z, logits, p = (_part_of(buffer, shape) for buffer in buffers)  # logits: z, hidden keys far below all others
+    z, shifted, p = (_part_of(buffer, shape) for buffer in buffers)
     if is_plain:
         dots = _zero_hidden(_scores_into(z, tile.query, tile.key, call.scale), visible)
     else:
         _zero_hidden(z.copy_(tile.scores), visible)
         dots = _zero_hidden(attention_scores(tile.query, tile.key, scale=1.0), visible)
-    rows = {"n": n, "cosine": torch.mul(dots, inverse[:, :, None, tile.keys], out=logits).sum(-1)}
-    rows |= {"lowest": z.amin(-1), "highest": torch.add(z, fill, out=logits).amax(-1)}
+    rows = {"n": n, "cosine": torch.mul(dots, inverse[:, :, None, tile.keys], out=shifted).sum(-1)}
+    rows |= {"lowest": z.amin(-1), "highest": torch.add(z, fill, out=shifted).amax(-1)}
     if call.weights is not None:
         p = call.weights[:, :, tile.rows]
     elif call.sinks is not None:
-        p = masked_softmax(logits, None, call.sinks)
+        p = masked_softmax(shifted, None, call.sinks)
     else:
-        torch.softmax(logits, -1, out=p)
+        torch.softmax(shifted, -1, out=p)
     rows["top"], favourite = p.max(-1)
     rows["favourite"] = favourite if call.scale != 0 else (dots + fill).argmax(-1)
     if _is_softmax(call):
-        logits.sub_(rows["highest"].unsqueeze(-1))
+        shifted.sub_(rows["highest"].unsqueeze(-1))
         if can_be_lowest:
-            logits.clamp_(min=lowest)  # 0 · -inf is NaN
-        rows["entropy"] = logits.mul_(p).sum(-1)  # Σ p (z - max z)
+            shifted.clamp_(min=lowest)  # 0 · -inf is NaN
+        rows["entropy"] = shifted.mul_(p).sum(-1)  # Σ p (z - max z)
     else:
         rows["entropy"] = torch.xlogy(p, p).sum(-1)  # Σ p ln p
     if call.sinks is not None:

@@ -145,6 +145,10 @@ class ChatFormat:
 
         What ``text`` has more than the messages before it, or without a later message, is the answer. A template may write these
         differently if others follow. The answer is then what differs if ``messages[i]`` is another message.
+
+        Too much counts, without an error, if the template then writes an answer twice, writes something computed from it before it (its
+        length), or ends only the last answer. Such a template needs ``{% generation %}``. A template that accepts only certain texts, or
+        ends no answer, is refused.
         """
         asked = self._beginning(messages[:i], add_generation_prompt=True) if self.writes_prompt else ""
         answered = self._beginning(messages[: i + 1]).rstrip()
