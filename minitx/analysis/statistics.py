@@ -125,20 +125,16 @@ def statistics_of(sums: dict[str, Any], call: AttentionCall) -> dict[str, Tensor
     return {**result, "favourite": sums["favourite"]}
 
 
-def logit_step(before: AttentionCall, after: AttentionCall, query_mask: Tensor | None = None) -> Tensor:
-    """Return the RMS of z_after - z_before over the visible pairs, (H,): the change of the logits in one update.
+def logit_step_sums(before: AttentionCall, after: AttentionCall, query_mask: Tensor | None = None) -> list[list[Tensor]]:
+    """Return the sums of the logit step by tile, on the device of the calls: squares and visible pairs, each (H,).
 
-    Both calls must be on the same tokens.
+    The logit step is the RMS of z_after - z_before over the visible pairs, (H,): the change of the logits in one update. Both calls must
+    be on the same tokens.
 
     >>> q = torch.ones(1, 1, 3, 4)
-    >>> logit_step(AttentionCall(q, q, q, scale=1.0), AttentionCall(q, q, q, scale=1.5)).tolist()
+    >>> logit_step_of(logit_step_sums(AttentionCall(q, q, q, scale=1.0), AttentionCall(q, q, q, scale=1.5))).tolist()
     [2.0]
     """
-    return logit_step_of(to_host(logit_step_sums(before, after, query_mask)))
-
-
-def logit_step_sums(before: AttentionCall, after: AttentionCall, query_mask: Tensor | None = None) -> list[list[Tensor]]:
-    """Return the sums of ``logit_step`` by tile, on the device of the calls: squares and visible pairs, each (H,)."""
     counted = query_mask if query_mask is not None else real_queries(after)
     sums = []
     for old, new in zip(over_tiles(before), over_tiles(after), strict=True):
@@ -150,14 +146,15 @@ def logit_step_sums(before: AttentionCall, after: AttentionCall, query_mask: Ten
 
 
 def logit_step_of(sums: list[list[Tensor]]) -> Tensor:
-    """Return the ``logit_step`` from its sums on the CPU."""
+    """Return the logit step from its sums on the CPU."""
     total, pairs = (sum(of_tiles, torch.zeros(len(of_tiles[0]), dtype=torch.float64)) for of_tiles in zip(*sums, strict=True))
     return (total / pairs.clamp(min=1)).sqrt()
 
 
-def token_cosine(hidden: Tensor, real: Tensor | None = None) -> Tensor:
-    """Return the mean cosine of two different tokens of a row, a scalar. 1 means that all tokens point the same way (rank collapse).
+def token_cosine_sums(hidden: Tensor, real: Tensor | None = None) -> list[Tensor]:
+    """Return the sums of the token cosine on the device of ``hidden``: ‖Σ_i x_i / ‖x_i‖‖² and n, each (B,).
 
+    The token cosine is the mean cosine of two different tokens of a row. 1 means that all tokens point the same way (rank collapse):
     mean_{i ≠ j} cos(x_i, x_j) = (‖Σ_i x_i / ‖x_i‖‖² - n) / (n (n - 1)), averaged over rows with at least two tokens (Dong et
     al. 2021, arXiv:2103.03404; Noci et al. 2022, arXiv:2206.03126).
 
@@ -165,21 +162,16 @@ def token_cosine(hidden: Tensor, real: Tensor | None = None) -> Tensor:
         hidden: (B, L, E), the output of a block.
         real: bool (B, L), False at padding. Default: all are real.
 
-    >>> round(float(token_cosine(torch.eye(3).unsqueeze(0))), 6), round(float(token_cosine(torch.ones(1, 3, 5))), 6)
-    (0.0, 1.0)
+    >>> [round(float(token_cosine_of(token_cosine_sums(x))), 6) for x in (torch.eye(3).unsqueeze(0), torch.ones(1, 3, 5))]
+    [0.0, 1.0]
     """
-    return token_cosine_of(to_host(token_cosine_sums(hidden, real)))
-
-
-def token_cosine_sums(hidden: Tensor, real: Tensor | None = None) -> list[Tensor]:
-    """Return the sums of ``token_cosine`` on the device of ``hidden``: ‖Σ_i x_i / ‖x_i‖‖² and n, each (B,)."""
     units = torch.nn.functional.normalize(hidden.to(widest_float(hidden.device)), dim=-1)
     real = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device) if real is None else real
     return [(units * real.unsqueeze(-1)).sum(1).square().sum(-1), real.sum(-1).to(units)]
 
 
 def token_cosine_of(sums: list[Tensor]) -> Tensor:
-    """Return the ``token_cosine`` from its sums on the CPU."""
+    """Return the token cosine, a scalar, from its sums on the CPU."""
     total, n = sums
     rows = n > 1
     return ((total - n) / (n * (n - 1)).clamp(min=1))[rows].mean()

@@ -33,7 +33,14 @@ HARMLESS = (
 )
 # options that are off without the key, too. Other options may be on by default
 OFF = (
-    *("use_mrope", "rope_interleaved", "use_sliding_window", "use_bidirectional_attention", "is_decoder", "add_cross_attention"),
+    *(
+        "use_mrope",
+        "rope_interleaved",
+        "use_sliding_window",
+        "use_bidirectional_attention",
+        "is_decoder",
+        "add_cross_attention",
+    ),
     *("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "use_bfloat16", "tie_encoder_decoder", "output_scores"),
     *("return_dict_in_generate", "remove_invalid_values", "diversity_penalty", "encoder_no_repeat_ngram_size"),
 )

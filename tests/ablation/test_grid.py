@@ -165,7 +165,9 @@ def test_the_fingerprint_covers_code_and_configs_that_decide_a_run_and_no_others
     decides += ["configs/train.yaml", "configs/debug/one_step.yaml"]
     other = ["minitx/ablation/judge.py", "minitx/analysis/figures.py", "configs/ablation/grid.yaml", "minitx/nn/notes.txt"]
     left_out = [ROOT / "minitx" / name for name in module._READS_RESULTS]
-    assert [path for path in (*left_out, *(ROOT / "configs" / name for name in module._OTHER_CONFIGS)) if not path.exists()] == []
+    assert [
+        path for path in (*left_out, *(ROOT / "configs" / name for name in module._OTHER_CONFIGS)) if not path.exists()
+    ] == []
     monkeypatch.setattr(module, "__file__", str(tmp_path / "minitx" / "ablation" / "grid.py"))
     monkeypatch.setattr(module, "shipped_configs", lambda: tmp_path / "configs")
 

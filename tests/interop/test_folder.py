@@ -282,7 +282,12 @@ def test_a_tensor_that_the_answer_may_need_is_not_advised_to_be_left_out(tmp_pat
 def test_keys_that_change_nothing_pass(tmp_path):
     want = load_hf(saved("llama", tmp_path)).config
     falsy = {"use_mrope": False, "a_new_list": [], "quantization_config": None}
-    listed = {"_attn_implementation_internal": "sdpa", "unsloth_version": "2024.9", "is_llama_config": True, "torch_dtype": "bfloat16"}
+    listed = {
+        "_attn_implementation_internal": "sdpa",
+        "unsloth_version": "2024.9",
+        "is_llama_config": True,
+        "torch_dtype": "bfloat16",
+    }
     labels = {"id2label": {"0": "LABEL_0"}, "summary_type": "mean", "auto_map": {"AutoModel": "modeling.Mine"}}
     more = {"attention_dropout": 0.1, "mask_token_id": 5, "cache_implementation": "hybrid", "transformers.js_config": {"a": 1}}
     assert load_hf(edit(tmp_path, **falsy, **listed, **labels, **more)).config == want

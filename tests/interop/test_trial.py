@@ -286,7 +286,9 @@ def test_cores_that_did_not_run_are_named_in_one_warning_and_inputs_that_run_the
     assert "encoder_attn" in told and "self_attn" not in told
 
 
-def test_an_error_of_a_model_is_the_cause_of_the_refusal_and_an_error_of_the_check_is_not_reported_as_one_of_the_model(monkeypatch):
+def test_an_error_of_a_model_is_the_cause_of_the_refusal_and_an_error_of_the_check_is_not_reported_as_one_of_the_model(
+    monkeypatch,
+):
     model = build("Llama")
     before = snapshot(model)
     with monkeypatch.context() as patch:
