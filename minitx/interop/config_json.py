@@ -27,22 +27,15 @@ HARMLESS = (
     *("finetuning_task", "problem_type", "num_labels", "id2label", "label2id", "summary_*"),
     *("tokenizer_class", "prefix", "*_token_id", "*_token_ids", "task_specific_params"),
     *("max_length", "min_length", "do_sample", "num_beams", "temperature", "top_k", "top_p"),
+    *("output_scores", "return_dict_in_generate", "remove_invalid_values", "diversity_penalty", "encoder_no_repeat_ngram_size"),
     *("repetition_penalty", "length_penalty", "no_repeat_ngram_size", "early_stopping"),
     *("n_ctx", "n_positions", "n_special", "predict_special_tokens", "directionality", "pooler_*", "encoder_stride"),
     *("pretraining_tp", "hidden_act", "dense_act_fn", "is_gated_act", "is_encoder_decoder"),  # they follow from other keys
 )
 # options that are off without the key, too. Other options may be on by default
 OFF = (
-    *(
-        "use_mrope",
-        "rope_interleaved",
-        "use_sliding_window",
-        "use_bidirectional_attention",
-        "is_decoder",
-        "add_cross_attention",
-    ),
-    *("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "use_bfloat16", "tie_encoder_decoder", "output_scores"),
-    *("return_dict_in_generate", "remove_invalid_values", "diversity_penalty", "encoder_no_repeat_ngram_size"),
+    *("use_mrope", "rope_interleaved", "use_sliding_window", "use_bidirectional_attention", "tie_encoder_decoder"),
+    *("is_decoder", "add_cross_attention", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"),
 )
 # fields of our config that do not change what a trained model computes
 TRAINING = ("dropout", "stochastic_depth", "checkpointing", "backend", "init", "init_fold", "init_zero_outputs")

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -154,21 +154,19 @@ def load_folder(folder: Path, task: str | None = None, num_labels: int | None = 
         raise FileNotFoundError(f"{folder} has no config.json, so it is not a Hugging Face folder")
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     with quiet() as transformers:
-        with _reading(folder):
-            config = transformers.AutoConfig.from_pretrained(folder, **local)
+        config = _read_by(transformers.AutoConfig.from_pretrained, folder, **local)
         suffix = TASKS.get(task or "", "").removeprefix("AutoModel")
         new_head = task in ("classify", "tag") and (new_head or not (config.architectures or [""])[0].endswith(suffix))
-        kind, labels = _class_for(config, task), _new_labels(num_labels) if new_head and num_labels is not None else {}
-        with _reading(folder):
-            model, loading = kind.from_pretrained(
-                folder,
-                dtype="float32",
-                attn_implementation="eager",  # a config may name a kernel of the hub, and kernels are code
-                use_safetensors=True,
-                output_loading_info=True,
-                **local,
-                **labels,
-            )
+        model, loading = _read_by(
+            _class_for(config, task).from_pretrained,
+            folder,
+            dtype="float32",
+            attn_implementation="eager",  # a config may name a kernel of the hub, and kernels are code
+            use_safetensors=True,
+            output_loading_info=True,
+            **local,
+            **(_new_labels(num_labels) if new_head and num_labels is not None else {}),
+        )
     missing = sorted(loading["missing_keys"])
     in_layers = any(re.search(r"\.\d+\.", name) for name in missing)
     if missing and (in_layers or not new_head):
@@ -181,11 +179,10 @@ def load_folder(folder: Path, task: str | None = None, num_labels: int | None = 
     return model.eval()
 
 
-@contextmanager
-def _reading(folder: Path) -> Iterator[None]:
-    """Turn an error of transformers into a sentence about the folder."""
+def _read_by(function: Callable[..., Any], folder: Path, **options: Any) -> Any:
+    """Call a function of transformers that reads a folder. Its error becomes a sentence about the folder."""
     try:
-        yield
+        return function(folder, **options)
     except Exception as error:  # transformers raises many kinds
         raise ValueError(f"{folder} cannot be read by transformers: {first_line(error)}") from error
 

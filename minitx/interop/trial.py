@@ -133,12 +133,12 @@ def error_text(error: Exception) -> str:
 def answer(model: nn.Module, inputs: Inputs) -> Tensor:
     """Return the logits of a call, or the hidden states of a model without a head. Raise a ``CallError`` if the model raises an error."""
     try:
-        output = _first_floats(model(**inputs))
+        output = model(**inputs)
     except Exception as error:  # a model of any kind may fail in any way
         raise CallError(error_text(error)) from error
-    if output is None:
+    if (floats := _first_floats(output)) is None:
         raise ValueError(f"{type(model).__name__} returns no floating-point tensor")
-    return output
+    return floats
 
 
 def _first_floats(output: Any) -> Tensor | None:

@@ -48,9 +48,10 @@ def load_hf(
 
     It reads ``config.json`` and ``model.safetensors`` (or the shards of ``model.safetensors.index.json``), never pickle files or code.
     ``architectures`` in the config determines the model class. Unknown keys are ignored and logged (``minitx.interop``, level INFO) if
-    they cannot change what the model computes: names such as labels, dtypes, token ids and dropout rates, a value that is null or empty, and
-    false or 0 if it is the default (``config_json.OFF``, or the installed transformers). The supported rotary kinds are ``default``, ``linear``, ``llama3`` and ``yarn``, without interleaving. Padding
-    rows that see no key have finite outputs that differ from transformers. The model is in evaluation mode.
+    they cannot change what the model computes: names such as labels, dtypes, token ids and dropout rates, values that are null or empty,
+    and false or 0 if it is the default (``OFF`` in ``config_json.py``, or the installed transformers). The supported rotary kinds are
+    ``default``, ``linear``, ``llama3`` and ``yarn``, without interleaving. Padding rows that see no key have finite outputs that differ
+    from transformers. The model is in evaluation mode.
 
     Args:
         folder: a local folder, or a name on the hub such as ``openai-community/gpt2``. ``huggingface_hub`` downloads it into its
