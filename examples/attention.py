@@ -36,7 +36,7 @@ import torch
 from matplotlib import pyplot as plt
 
 from minitx.analysis import capture, effects_figure, heatmap, intervene, knock_out_heads
-from minitx.analysis.saved_snapshots import read_snapshots
+from minitx.analysis.snapshot import read_snapshots
 from minitx.analysis.viewer import view
 from minitx.config import RunConfig, TrainerConfig, TransformerConfig, node
 from minitx.data import induction, kv_lookup

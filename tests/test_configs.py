@@ -12,7 +12,7 @@ from minitx.ablation.grid import NEW_DATA, cells
 from minitx.cli.compose import compose_cell, compose_config, compose_grid
 from minitx.cli.launch import run_training
 from minitx.config import ConfigError, RunConfig, to_dict
-from minitx.data.tokenizers import train_tokenizer
+from minitx.data.tokenizer import train_tokenizer
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 GROUPS = sorted(path.name for path in CONFIGS.iterdir() if path.is_dir() and not path.name.startswith("_"))

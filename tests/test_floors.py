@@ -238,7 +238,7 @@ PRIVATE = {
     },
     "others": {
         *{("data.documents", "_fingerprint"), ("canvas", "_repr_png_"), ("nn.transfer", "_fields")},
-        *{("ablation.execution", "_processes"), ("ablation.execution", "_exit")},
+        ("ablation.execution", "_exit"),
     },
 }  # fmt: skip
 

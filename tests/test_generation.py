@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from minitx.config import TransformerConfig
-from minitx.data.tokenizers import TextStream
+from minitx.data.tokenizer import TextStream
 from minitx.generation import Sampler, beam_search, generate
 from minitx.generation.decoding import length_norm
 from minitx.generation.sampler import (

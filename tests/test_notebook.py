@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from minitx.config import TransformerConfig
-from minitx.data.tokenizers import train_tokenizer
+from minitx.data.tokenizer import train_tokenizer
 from minitx.interop import save_hf
 from minitx.nn import DecoderLM
 

@@ -181,12 +181,8 @@ def effect_panel(findings: Findings, listed: Sequence[Contrast]) -> Figure:
     first, second = sides(grid, listed[0].comparison, listed[0].condition)
     if listed[0].comparison.against:
         second = "each row"
-    is_first_over = endpoint.name in ("threshold", "speedup")
-    label(
-        ax,
-        "",
-        f"{first} / {second}" if is_first_over else f"{second} / {first}" if endpoint.is_ratio else f"{second} − {first}",
-    )
+    over, under = (first, second) if endpoint.is_inverse else (second, first)
+    label(ax, "", f"{over} / {under}" if endpoint.is_ratio else f"{second} − {first}")
     seconds = list(dict.fromkeys(f.comparison.arms[1] for f in listed))
     if len(seconds) > 1:
         arms_legend(figure, grid, seconds)

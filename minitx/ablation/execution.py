@@ -3,9 +3,10 @@
 A finished cell is never run again, and a failed cell does not stop the others. A grid that was killed resumes where it stopped.
 Cells are computed by a pool: worker processes of this machine, or Slurm jobs through submitit.
 
-A pool has ``workers``, ``submit(function, *arguments)`` and ``close()``. ``submit`` pickles its arguments and returns an object
-with ``done()`` and ``result()``, such as a future or a job of submitit. ``result()`` raises an error if the process or job
-died. The caller must submit at most ``workers`` concurrent calls. ``close`` stops all running calls.
+A pool has ``workers``, ``submit(function, *arguments)``, ``wait(calls)`` and ``close()``. ``submit`` pickles its arguments and returns a
+call: an object with ``done()`` and ``result()``, such as a future or a job of submitit. ``result()`` raises an error if the process or
+job died. The caller must submit at most ``workers`` concurrent calls. ``wait`` returns when one of the running calls has ended, or after
+half a second. ``close`` stops all running calls.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +69,9 @@ RunCell = Callable[[CellJob], dict[str, Any]]
 
 # --- pools
 
+PAUSE = 0.5
+"""The longest wait for a call, in seconds. Then the progress bar shows the time again."""
+
 SLURM_JOBS = 16
 """The default of ``ablation.workers`` on Slurm."""
 
@@ -73,7 +79,8 @@ SLURM_JOBS = 16
 class LocalPool:
     """Worker processes that live for the whole grid, because importing torch and Lightning takes seconds.
 
-    If a worker dies, its call is lost, and the worker is replaced. Workers end with this process, even if it is killed.
+    If a worker dies, its call is lost, and the worker is replaced. A worker ends when its pipe to this process is closed, and so also if
+    this process is killed.
 
     Args:
         workers: the number of processes.
@@ -83,6 +90,7 @@ class LocalPool:
     def __init__(self, workers: int, devices: Sequence[str] = ()) -> None:
         self.workers, self.devices = workers, tuple(devices) or (None,)
         self._executors: dict[int, ProcessPoolExecutor] = {}  # one process each, so that other workers survive a crash
+        self._pipes: dict[int, Connection] = {}
         self._calls: dict[int, Future[Any]] = {}
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
@@ -91,34 +99,37 @@ class LocalPool:
         try:
             if free not in self._executors:
                 spawn, device = multiprocessing.get_context("spawn"), self.devices[free % len(self.devices)]
-                self._executors[free] = ProcessPoolExecutor(1, spawn, initializer=_start_worker, initargs=(device,))
+                theirs, self._pipes[free] = spawn.Pipe(duplex=False)
+                self._executors[free] = ProcessPoolExecutor(1, spawn, initializer=_start_worker, initargs=(device, theirs))
             self._calls[free] = self._executors[free].submit(function, *arguments)
         except BrokenProcessPool:
             del self._executors[free]
             return self.submit(function, *arguments)
         return self._calls[free]
 
+    def wait(self, calls: Collection[Future[Any]]) -> None:
+        """Wait for the first of the calls."""
+        wait(calls, timeout=PAUSE, return_when=FIRST_COMPLETED)
+
     def close(self) -> None:
-        """Kill the workers."""
-        for executor in self._executors.values():
-            processes = list((executor._processes or {}).values())  # shutdown drops the references
+        """End the workers."""
+        for worker, executor in self._executors.items():
             executor.shutdown(wait=False, cancel_futures=True)
-            for process in processes:
-                process.kill()
+            self._pipes[worker].close()
         self._executors.clear()
 
 
-def _start_worker(device: str | None) -> None:
+def _start_worker(device: str | None, parent: Connection) -> None:
     if device is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = device  # torch is not imported yet
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it and kills its workers
     logging.disable(logging.INFO)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
 
-def _end_with_parent() -> None:
-    if (parent := multiprocessing.parent_process()) is not None:
-        parent.join()
+def _end_with(parent: Connection) -> None:
+    with suppress(EOFError, OSError):
+        parent.recv()  # nothing is ever sent
     os._exit(1)
 
 
@@ -153,6 +164,10 @@ class SlurmPool:
         """Start ``function(*arguments)`` as a job."""
         self._jobs.append(self._executor.submit(function, *arguments))
         return self._jobs[-1]
+
+    def wait(self, calls: Collection[Any]) -> None:
+        """Wait for half a second: submitit itself asks Slurm only now and then."""
+        time.sleep(PAUSE)
 
     def close(self) -> None:
         """Cancel the running jobs."""
@@ -241,7 +256,7 @@ def run_cells(
         ready = queue.ready()
         recorded = queue.collect() if ready is None else queue.begin(ready)
         if ready is None and recorded is None:
-            time.sleep(0.02)
+            pool.wait([call for call, _ in queue.running.values()])
         bar.set_description_str(f"{len(book.records)} of {len(cells)} runs, ", refresh=False)
         bar.update(recorded is not None and recorded.place not in book.known)
     bar.close()

@@ -68,17 +68,18 @@ from minitx.training.window import Window
 NEW_DATA = 1000
 """Added to the seed of a run that starts from the weights of another run, so that its batches are new, and equal for all arms."""
 
-# files of the package and its configs that determine the result of a run
-_LOOKS = (  # of probes
-    *("recorder", "statistics", "gradients", "probe", "questions", "answers", "token_places", "tally"),
-    *("snapshot", "snapshot_sources", "saved_snapshots", "attention_map", "image_patches"),
+# files of the package and folders of its configs without effect on the result of a run. All others are part of a cell's hash
+_READS_RESULTS = (
+    "check/",
+    "canvas.py",
+    *(f"ablation/{name}.py" for name in ("judge", "report", "rate_report", "curves", "formatting", "intervals")),
+    "ablation/scaling/__init__.py",
+    "analysis/viewer/",
+    *(f"analysis/{name}.py" for name in ("experiments", "figures", "film", "heads", "interventions", "lens", "wandb_files")),
+    *(f"cli/{name}.py" for name in ("check", "evaluate", "export", "generate", "inputs", "train", "view")),
+    *(f"cli/{name}.py" for name in ("command_line", "exit_codes", "flags", "hydra_errors")),
 )
-_CODE = (
-    *("nn", "data", "generation", "training", "config", "interop"),
-    *(f"ablation/{name}.py" for name in ("measures", "thresholds", "scaling/updates")),
-    *(f"analysis/{name}.py" for name in _LOOKS),
-)
-_CONFIGS = ("callbacks", "data", "experiment", "model", "objective", "optimizer", "schedule", "trainer", "train.yaml")
+_OTHER_CONFIGS = ("ablation/", "logger/")
 
 Record = dict[str, Any]
 
@@ -273,19 +274,18 @@ def _grid_places(name: str, study: StudyConfig) -> Iterator[GridPlace]:
 
 @cache
 def code_fingerprint() -> str:
-    """Return a digest of the code and configs that determine the result of a run, and of torch's version.
+    """Return a digest of the code and configs that may determine the result of a run, and of torch's version.
 
-    Comments, docstrings and the code of the report do not affect it.
+    Comments, docstrings and the code that only reads results do not affect it.
     """
     import torch
 
     package = Path(__file__).resolve().parent.parent
     files = {
-        f"{part}/{path.relative_to(root)}": path
-        for root, part, names in ((package, "minitx", _CODE), (shipped_configs(), "configs", _CONFIGS))
-        for name in names
-        for path in ([root / name] if (root / name).is_file() else (root / name).rglob("*.*"))
-        if path.suffix in (".py", ".yaml")
+        f"{part}/{name}": path
+        for root, part, others in ((package, "minitx", _READS_RESULTS), (shipped_configs(), "configs", _OTHER_CONFIGS))
+        for path in root.rglob("*.*")
+        if path.suffix in (".py", ".yaml") and not (name := path.relative_to(root).as_posix()).startswith(others)
     }
     return _digest(files, torch.__version__)
 

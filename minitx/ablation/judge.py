@@ -49,7 +49,8 @@ class Endpoint:
         """Return the value of a finished run, or None if it does not have one.
 
         A threshold is known up to its bracket. If a run did not solve its task within the cap, its time is at least the cap. A
-        run that was not finite has the score of the untrained network.
+        run that was not finite has accuracy 0, and as loss its first finite training loss: that of the untrained network on its
+        first batch, unless that one was not finite, either.
         """
         result = run.result
         if self.name == "threshold":

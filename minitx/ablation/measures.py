@@ -29,9 +29,9 @@ from minitx.config import ConfigError, EvaluationConfig, InitFrom, TransformerCo
 from minitx.config.schema import read, require
 from minitx.config.training import MODEL, Data, Model
 from minitx.data.datamodule import DataModule
-from minitx.data.lightning_data import load_task
 from minitx.data.seeding import kept_generators
 from minitx.data.task import Batch, without_targets
+from minitx.data.task_loading import load_task
 from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.counting import flop_counter
 from minitx.nn.functional import AttentionCall, reference_attention

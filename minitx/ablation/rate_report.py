@@ -35,22 +35,17 @@ def sentences(findings: Findings) -> list[Text]:
     cost = "%(runs)s runs took %(time)s. A stable rate need not be a good one: of the rates tried, %(best)s ends with the lowest loss, %(loss)s."
     best = min(trained, key=lambda run: _last(run, rule.window))
     rises = [run["worst"] for run in trained if run["stable"] and run["worst"] is not None]
+    bracket_values = {
+        "experiment": findings.grid.studies[STUDY].title,
+        "bracket": span_text(bracket),
+        "seeds": seeds_text(len(searches)),
+        "width": f"{2 ** (0.5**rule.bisections) - 1:.1%}",
+        "rate": number(results[0]["first"]),
+    }
+    rule_values = {"steps": f"{results[0]['cap']:,}", "window": rule.window, "value": number(rule.value)}
     return [
-        say(
-            found,
-            experiment=findings.grid.studies[STUDY].title,
-            bracket=span_text(bracket),
-            seeds=seeds_text(len(searches)),
-            width=f"{2 ** (0.5**rule.bisections) - 1:.1%}",
-            rate=number(results[0]["first"]),
-        ),
-        say(
-            stable,
-            steps=f"{results[0]['cap']:,}",
-            window=rule.window,
-            value=number(rule.value),
-            rise=number(max(rises, default=None)),
-        ),
+        say(found, **bracket_values),
+        say(stable, **rule_values, rise=number(max(rises, default=None))),
         say(cost, runs=len(trained), time=duration(seconds), best=number(best["rate"]), loss=number(_last(best, rule.window))),
     ]
 
@@ -80,17 +75,8 @@ def sections(findings: Findings) -> list[Section]:
         for search in _searches(findings)
         for run in search.result["runs"]
     ]
-    return [
-        Section(
-            "Runs",
-            [
-                Table(
-                    say("Every run of the search, by rate; the last loss is the mean of %(window)s steps", window=rule.window),
-                    rows,
-                )
-            ],
-        )
-    ]
+    caption = say("Every run of the search, by rate; the last loss is the mean of %(window)s steps", window=rule.window)
+    return [Section("Runs", [Table(caption, rows)])]
 
 
 def _searches(findings: Findings) -> list[Run]:
@@ -108,14 +94,8 @@ def _curves(searches: Iterable[Run], window: int) -> Figure:
     for run in runs:
         color = colormaps["viridis"](0.9 * rates.index(run["rate"]) / max(len(rates) - 1, 1))
         means = running_means(run["loss"], window)
-        ax.plot(
-            range(1, len(means) + 1),
-            means,
-            "-" if run["stable"] else "--",
-            color=color,
-            linewidth=1,
-            label=f"{run['rate']:.3g}",
-        )
+        look = {"color": color, "linewidth": 1, "linestyle": "-" if run["stable"] else "--", "label": f"{run['rate']:.3g}"}
+        ax.plot(range(1, len(means) + 1), means, **look)
     handles = dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
     chart.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=7, title="rate", title_fontsize=7)
     label(ax, "", "step", "training loss")

@@ -59,6 +59,13 @@ NUMBERS = ("steps", "cap", "val_loss", "val_accuracy", "nonfinite_step", "low", 
 FACTS = ("study", "arm", "seed", "status", "reason", "seconds", "command")
 """The other columns of the table of runs, in addition to one for each factor."""
 
+CAPTIONS = {
+    "numbers": "Medians over the seeds; times and scores at the rate that is best on the other seeds. Ratios of times are second / first, ratios of largest stable rates first / second. The range covers the median, by order statistics, with the coverage beside it; fewer than five seeds have no range. For largest stable rates, it leaves out the last step of the search; the words add this step to both ends. MORE and LESS: the whole range is beyond the margin (× %(ratio)s, or %(score)s); SAME: the whole range is within the margin",
+    "shares": "What limits the largest stable rate η* of the first arm: medians over the seeds. η_QK if W_Q and W_K alone train, η_R if the rest alone trains. The share of W_Q and W_K is (1 / η_QK) / (1 / η_QK + 1 / η_R), and the formula's ratio 1 + (bound − 1) · share",
+    "bounds": "η* and its bounds for each seed: %(between)s of %(searches)s lie between them. The lower bound is 1 / (1 / η_QK + 1 / η_R), the upper bound the smaller one of η_QK and η_R. Between: the bracket of η* overlaps the range from the lower to the upper bound, whose ends are known within brackets, too",
+}
+"""The captions of the tables of numbers."""
+
 HOOKS = ("sentences", "figure", "sections", "limits")
 """Functions that a module ``about`` may define."""
 
@@ -268,8 +275,7 @@ def _number_table(findings: Findings) -> Table:
             "second arm has": say("%(word)s (a rate at the edge of those tried)", word=say(f.word)) if f.at_edge else f.word,
         }
         rows.append(row)
-    message = "Medians over the seeds; times and scores at the rate that is best on the other seeds. Ratios of times are second / first, ratios of largest stable rates first / second. The range covers the median, by order statistics, with the coverage beside it; fewer than five seeds have no range. For largest stable rates, it leaves out the last step of the search; the words add this step to both ends. MORE and LESS: the whole range is beyond the margin (× %(ratio)s, or %(score)s); SAME: the whole range is within the margin"
-    return Table(say(message, ratio=f"{grid.ratio_margin:g}", score=f"{grid.score_margin:g}"), rows)
+    return Table(say(CAPTIONS["numbers"], ratio=f"{grid.ratio_margin:g}", score=f"{grid.score_margin:g}"), rows)
 
 
 def _best_rates(f: Contrast) -> list[Text]:
@@ -337,8 +343,7 @@ def _share_table(findings: Findings) -> Table:
         for f in findings.findings
         if f.parts
     ]
-    caption = "What limits the largest stable rate η* of the first arm: medians over the seeds. η_QK if W_Q and W_K alone train, η_R if the rest alone trains. The share of W_Q and W_K is (1 / η_QK) / (1 / η_QK + 1 / η_R), and the formula's ratio 1 + (bound − 1) · share"
-    return Table(caption, rows)
+    return Table(CAPTIONS["shares"], rows)
 
 
 def _middle_text(spans: Iterable[Span]) -> str:
@@ -362,9 +367,8 @@ def _bound_table(findings: Findings) -> Table:
         }
         for f, parts in searched
     ]
-    message = "η* and its bounds for each seed: %(between)s of %(searches)s lie between them. The lower bound is 1 / (1 / η_QK + 1 / η_R), the upper bound the smaller one of η_QK and η_R. Between: the bracket of η* overlaps the range from the lower to the upper bound, whose ends are known within brackets, too"
     between = _between([parts for _, parts in searched])
-    return Table(say(message, between=between, searches=len(rows)), rows, is_open=False)
+    return Table(say(CAPTIONS["bounds"], between=between, searches=len(rows)), rows, is_open=False)
 
 
 def _controls(findings: Findings) -> Table:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from minitx.config.lazy import on_first_use
 
 if TYPE_CHECKING:
-    from minitx.analysis.attention_map import AttentionMap
     from minitx.analysis.experiments import HeadEffects, knock_out_heads, patch_heads
     from minitx.analysis.figures import (
         effects_figure,
@@ -25,8 +24,7 @@ if TYPE_CHECKING:
     from minitx.analysis.interventions import intervene
     from minitx.analysis.lens import logit_lens
     from minitx.analysis.recorder import capture
-    from minitx.analysis.saved_snapshots import read_snapshots
-    from minitx.analysis.snapshot import Snapshot
+    from minitx.analysis.snapshot import AttentionMap, Snapshot, read_snapshots
     from minitx.analysis.snapshot_sources import take_snapshot
     from minitx.analysis.statistics import attention_statistics, zhai_entropy_bound
     from minitx.canvas import save_figure

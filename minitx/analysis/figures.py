@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from minitx.analysis.attention_map import AttentionMap
-from minitx.analysis.snapshot import Snapshot
+from minitx.analysis.snapshot import AttentionMap, Snapshot
 from minitx.analysis.snapshot_sources import as_weights
 from minitx.canvas import (
     GREY,

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minitx.analysis.answers import Answer
-from minitx.analysis.attention_map import AttentionMap
 from minitx.analysis.figures import draw_weights, masked_weights, name_tokens
-from minitx.analysis.snapshot import Snapshot
+from minitx.analysis.snapshot import AttentionMap, Snapshot
 from minitx.analysis.viewer import Trace
 from minitx.canvas import GREY, INK, PALETTE, drawable, token_labels
 

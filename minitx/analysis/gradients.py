@@ -61,7 +61,7 @@ def gradient_statistics(model: nn.Module, batch: Any, loss: Loss, *, num_parts: 
     cores = attention_cores(model)
     layers = {
         (name, f"snr_{letter}"): layer
-        for name, of_core in _projections(model).items()
+        for name, of_core in projections(model).items()
         for letter, layer in of_core.items()
         if isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward and layer.weight.requires_grad
     }
@@ -97,26 +97,22 @@ def gradient_statistics(model: nn.Module, batch: Any, loss: Loss, *, num_parts: 
     return result
 
 
-def projection_weights(model: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """Return W_Q, W_K and W_V of every attention layer as ``q``, ``k`` and ``v``, by the name of the core.
+def projections(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return the modules with W_Q, W_K and W_V of every attention layer as ``q``, ``k`` and ``v``, by the name of the core.
 
-    In the layer of an adopted model, they are the matrices whose names begin with these letters (``q_proj``, ``query``, ``q_lin``).
-    A layer without exactly one matrix per letter is left out, for example a layer with a single matrix for all three.
+    In the layer of an adopted model, these are the modules with a matrix whose names begin with these letters (``q_proj``, ``query``,
+    ``q_lin``). A layer without exactly one per letter is left out, for example a layer with a single matrix for all three.
+    ``nn.folding`` looks for other modules: those after which queries and keys can be multiplied, such as norms.
     """
-    return {name: {letter: layer.weight for letter, layer in of_core.items()} for name, of_core in _projections(model).items()}
-
-
-def _projections(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """The modules with the weights of ``projection_weights``."""
-    projections: dict[str, dict[str, Any]] = {}
+    by_core: dict[str, dict[str, Any]] = {}
     for name in attention_cores(model):
         layer = model.get_submodule(name.removesuffix("core").removesuffix("."))
         weights = {part: getattr(child, "weight", None) for part, child in layer.named_children()}
         matrices = [part for part, weight in weights.items() if isinstance(weight, Tensor) and weight.dim() == 2]
         chosen = {letter: [layer.get_submodule(part) for part in matrices if part[0] == letter] for letter in "qkv"}
         if all(len(of_letter) == 1 for of_letter in chosen.values()):
-            projections[name] = {letter: child for letter, [child] in chosen.items()}
-    return projections
+            by_core[name] = {letter: child for letter, [child] in chosen.items()}
+    return by_core
 
 
 @contextmanager

@@ -17,9 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minitx.analysis.attention_map import AttentionMap
 from minitx.analysis.recorder import layer_numbers
-from minitx.analysis.snapshot import Snapshot
+from minitx.analysis.snapshot import AttentionMap, Snapshot
 from minitx.canvas import GREY, INK, PALETTE, label, legend, panels, short_name
 
 if TYPE_CHECKING:

@@ -14,11 +14,10 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
 
-from minitx.analysis.gradients import gradient_statistics, projection_weights
+from minitx.analysis.gradients import gradient_statistics, projections
 from minitx.analysis.questions import questions_of
 from minitx.analysis.recorder import Look, warn_of_calls, watch
-from minitx.analysis.saved_snapshots import write_snapshot
-from minitx.analysis.snapshot import SOURCE, TARGET
+from minitx.analysis.snapshot import SOURCE, TARGET, write_snapshot
 from minitx.analysis.snapshot_sources import take_snapshot
 from minitx.analysis.statistics import (
     logit_step_of,
@@ -275,8 +274,8 @@ def _statistics_of(sums: Mapping[str, Any], look: Look) -> dict[str, Any]:
 def gradient_norms(network: nn.Module) -> dict[str, dict[str, Tensor | float]]:
     """Return ‖∇W_Q‖, ‖∇W_K‖, ‖∇W_V‖ of every attention layer, by the name of its core, on the device of the weights."""
     return {
-        name: {f"grad_{letter}": 0.0 if w.grad is None else w.grad.norm() for letter, w in weights.items()}
-        for name, weights in projection_weights(network).items()
+        name: {f"grad_{letter}": 0.0 if (g := layer.weight.grad) is None else g.norm() for letter, layer in layers.items()}
+        for name, layers in projections(network).items()
     }
 
 

@@ -1,25 +1,101 @@
 """The attention of a model on one batch: the input of the viewer, the head scores and the figures.
 
-``take_snapshot`` (``snapshot_sources.py``) takes a snapshot of a model. ``read_snapshots`` (``saved_snapshots.py``) reads the snapshots
-that the probe wrote to a run's folder.
+A ``Snapshot`` has an ``AttentionMap`` for each layer, the tokens, and the ``Answers`` of the model with their ``Tally``. ``take_snapshot``
+(``snapshot_sources.py``) takes one of a model. The probe of a run writes them to files (``write_snapshot``), and ``read_snapshots`` reads them.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import compress
+from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from minitx.analysis.answers import Answers
-from minitx.analysis.attention_map import AttentionMap
+from minitx.analysis.answers import Answer, Answers
 from minitx.analysis.recorder import LACKS, Layers, chosen_names, layer_of
-from minitx.analysis.tally import Tally, heads_on_key, tally_of
+from minitx.crash_safe import replacing
 
 SOURCE, TARGET, PIXELS = "input_ids", "decoder_input_ids", "pixel_values"
 MASKS_OF = {SOURCE: ("key_mask", "attention_mask"), TARGET: ("decoder_key_mask", "decoder_attention_mask")}
+
+
+@dataclass(frozen=True)
+class AttentionMap:
+    """One layer's attention.
+
+    Attributes:
+        name: the name of the core, such as ``blocks.0.attention.core``. kind: ``causal``, ``self`` or ``cross``.
+        queries, keys: the tokens on the two axes, as keys of ``Snapshot.tokens``.
+        weights: (B, H, L, S), before dropout. visible: bool (B, H, L, S), True = may attend.
+        max_logit: (B, H, L), the largest |z| among a row's visible scores.
+
+    >>> weights, visible = torch.tensor([[[[1.0, 0.0], [0.5, 0.5]]]]), torch.ones(2, 2).tril().bool()[None, None]
+    >>> layer = AttentionMap("core", "causal", "query", "query", weights, visible, torch.zeros(1, 1, 2))
+    >>> layer.entropy().tolist()  # the first row has no choice, the second chooses nothing
+    [[[nan, 1.0]]]
+    """
+
+    name: str
+    kind: str
+    queries: str
+    keys: str
+    weights: Tensor
+    visible: Tensor
+    max_logit: Tensor
+
+    def place(self) -> dict[str, str]:
+        """Return the name, the kind and the axes of the layer as plain data."""
+        return {name: getattr(self, name) for name in ("name", "kind", "queries", "keys")}
+
+    def entropy(self) -> Tensor:
+        """Return H̄ = -Σ p ln p / ln n of every row with n visible keys: (B, H, L). NaN if n < 2."""
+        count = self.visible.sum(-1).double()
+        return (torch.special.entr(self.weights.double()).sum(-1) / count.log()).masked_fill(count < 2, torch.nan)
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Counts of right answers, and of heads that look at the right key, over all rows of a batch.
+
+    Attributes:
+        row: the number of the row that is shown. rows: the number of rows.
+        asked: the number of questions whose right answer is known. right: the number of right answers to them.
+        keyed: the number of questions with a key that holds the answer.
+        on_key: by the name of a layer's core, for each head: the number of these questions whose key has the largest weight.
+    """
+
+    row: int
+    rows: int
+    asked: int
+    right: int
+    keyed: int
+    on_key: Mapping[str, Sequence[int]]
+
+
+def tally_of(maps: Sequence[AttentionMap], answers: Answers | None, row: int) -> Tally | None:
+    """Return the counts over all rows of a snapshot that shows ``row``; None if no right answer is known."""
+    if answers is None:
+        return None
+    questions = [(b, answer) for b, row in enumerate(answers.rows) for answer in row if answer.right is not None]
+    keyed = [(b, answer) for b, answer in questions if answer.key is not None]
+    on_key = {
+        layer.name: [sum(hits) for hits in zip(*(heads_on_key(layer, b, answer) for b, answer in keyed), strict=True)]
+        for layer in maps
+        if keyed and layer.queries == layer.keys == answers.axis
+    }
+    right = sum(bool(answer.is_right) for _, answer in questions)
+    return Tally(row, len(answers.rows), len(questions), right, len(keyed), on_key) if questions else None
+
+
+def heads_on_key(layer: AttentionMap, row: int, answer: Answer) -> list[bool]:
+    """For each head, whether the key that holds the answer has the largest weight of the question's row."""
+    return [bool(favourite == answer.key) for favourite in layer.weights[row, :, answer.at].argmax(-1)]
 
 
 @dataclass(frozen=True)
@@ -134,3 +210,86 @@ def _ends(snapshot: Snapshot) -> list[tuple[bool, bool] | None]:
         has_key = known[-1].key is not None and any(any(heads_on_key(layer, row, known[-1])) for layer in maps)
         ends.append((bool(known[-1].is_right), has_key))
     return ends
+
+
+# --- files
+
+
+def write_snapshot(snapshot: Snapshot, folder: Path) -> Path:
+    """Write a snapshot to ``folder/step_00000100.safetensors``.
+
+    Weights are in float16, logits in float32, masks as bytes, and tokens in the header. Readers never see half a file.
+    """
+    from safetensors.torch import save_file
+
+    tensors: dict[str, Tensor] = {f"ids/{axis}": tensor for axis, tensor in snapshot.ids.items()}
+    tensors |= {f"real/{axis}": tensor for axis, tensor in snapshot.real.items()}
+    for layer in snapshot.maps:
+        parts = {"weights": layer.weights.half(), "visible": layer.visible, "max_logit": layer.max_logit.float()}
+        tensors |= {f"{part}/{layer.name}": tensor for part, tensor in parts.items()}
+    maps = [layer.place() for layer in snapshot.maps]
+    header: dict[str, Any] = {"step": snapshot.step, "title": snapshot.title, "tokens": snapshot.tokens, "maps": maps}
+    header["layers"] = snapshot.layers
+    if snapshot.answers is not None:  # answers without heads are not stored
+        header["answers"] = [snapshot.answers.axis, [[asdict(answer) for answer in row] for row in snapshot.answers.rows]]
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"step_{snapshot.step or 0:08}.safetensors"
+    with replacing(path) as part:
+        save_file(
+            {name: t.contiguous() for name, t in tensors.items()}, part, {"minitx": json.dumps(header, ensure_ascii=False)}
+        )
+    return path
+
+
+def read_snapshot(path: Path) -> Snapshot:
+    """Read a file that ``write_snapshot`` wrote.
+
+    Raises:
+        ValueError: the file is not a snapshot.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            header: dict[str, Any] = json.loads((file.metadata() or {})["minitx"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, KeyError, OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not a snapshot of attention: {error}") from None
+    maps = []
+    for place in header["maps"]:
+        weights, visible, max_logit = (tensors[f"{part}/{place['name']}"] for part in ("weights", "visible", "max_logit"))
+        maps.append(AttentionMap(**place, weights=weights.float(), visible=visible, max_logit=max_logit))
+    ids, real = (
+        {name.removeprefix(kind): tensor for name, tensor in tensors.items() if name.startswith(kind)}
+        for kind in ("ids/", "real/")
+    )
+    answers = None
+    if "answers" in header:
+        axis, rows = header["answers"]
+        answers = Answers(axis, [[Answer(**{**each, "top": tuple(map(tuple, each["top"]))}) for each in row] for row in rows])
+    layers = tuple(header.get("layers", ()))
+    return Snapshot(tuple(maps), header["tokens"], ids, real, header["step"], header["title"], answers, layers)
+
+
+def read_snapshots(folder: Path | str) -> list[Snapshot]:
+    """Read all snapshots of a run, in the order of their steps. ``folder`` is the run's folder or its ``attention/``.
+
+    Raises:
+        ValueError: the folder has no snapshots, or a file is not a snapshot.
+
+    >>> import torch
+    >>> from tempfile import TemporaryDirectory
+    >>> from minitx.analysis import take_snapshot
+    >>> from minitx.nn import MultiHeadAttention
+    >>> snapshot = take_snapshot(MultiHeadAttention(6, 2), {"query": torch.randn(1, 3, 6)}, step=50)
+    >>> with TemporaryDirectory() as run:
+    ...     path = write_snapshot(snapshot, Path(run) / "attention")
+    ...     [again] = read_snapshots(Path(run))
+    >>> path.name, again.step
+    ('step_00000050.safetensors', 50)
+    """
+    folder = Path(folder)
+    paths = sorted(folder.glob("step_*.safetensors")) or sorted((folder / "attention").glob("step_*.safetensors"))
+    if not paths:
+        raise ValueError(f"{folder} has no snapshots of attention: train with callbacks.probe.weights_every=N")
+    return sorted(map(read_snapshot, paths), key=lambda snapshot: snapshot.step or 0)

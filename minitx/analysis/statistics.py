@@ -125,20 +125,16 @@ def statistics_of(sums: dict[str, Any], call: AttentionCall) -> dict[str, Tensor
     return {**result, "favourite": sums["favourite"]}
 
 
-def logit_step(before: AttentionCall, after: AttentionCall, query_mask: Tensor | None = None) -> Tensor:
-    """Return the RMS of z_after - z_before over the visible pairs, (H,): the change of the logits in one update.
+def logit_step_sums(before: AttentionCall, after: AttentionCall, query_mask: Tensor | None = None) -> list[list[Tensor]]:
+    """Return the sums of the logit step by tile, on the device of the calls: squares and visible pairs, each (H,).
 
-    Both calls must be on the same tokens.
+    The logit step is the RMS of z_after - z_before over the visible pairs, (H,): the change of the logits in one update. Both calls must
+    be on the same tokens.
 
     >>> q = torch.ones(1, 1, 3, 4)
-    >>> logit_step(AttentionCall(q, q, q, scale=1.0), AttentionCall(q, q, q, scale=1.5)).tolist()
+    >>> logit_step_of(logit_step_sums(AttentionCall(q, q, q, scale=1.0), AttentionCall(q, q, q, scale=1.5))).tolist()
     [2.0]
     """
-    return logit_step_of(to_host(logit_step_sums(before, after, query_mask)))
-
-
-def logit_step_sums(before: AttentionCall, after: AttentionCall, query_mask: Tensor | None = None) -> list[list[Tensor]]:
-    """Return the sums of ``logit_step`` by tile, on the device of the calls: squares and visible pairs, each (H,)."""
     counted = query_mask if query_mask is not None else real_queries(after)
     sums = []
     for old, new in zip(over_tiles(before), over_tiles(after), strict=True):
@@ -150,14 +146,15 @@ def logit_step_sums(before: AttentionCall, after: AttentionCall, query_mask: Ten
 
 
 def logit_step_of(sums: list[list[Tensor]]) -> Tensor:
-    """Return the ``logit_step`` from its sums on the CPU."""
+    """Return the logit step from its sums on the CPU."""
     total, pairs = (sum(of_tiles, torch.zeros(len(of_tiles[0]), dtype=torch.float64)) for of_tiles in zip(*sums, strict=True))
     return (total / pairs.clamp(min=1)).sqrt()
 
 
-def token_cosine(hidden: Tensor, real: Tensor | None = None) -> Tensor:
-    """Return the mean cosine of two different tokens of a row, a scalar. 1 means that all tokens point the same way (rank collapse).
+def token_cosine_sums(hidden: Tensor, real: Tensor | None = None) -> list[Tensor]:
+    """Return the sums of the token cosine on the device of ``hidden``: ‖Σ_i x_i / ‖x_i‖‖² and n, each (B,).
 
+    The token cosine is the mean cosine of two different tokens of a row. 1 means that all tokens point the same way (rank collapse):
     mean_{i ≠ j} cos(x_i, x_j) = (‖Σ_i x_i / ‖x_i‖‖² - n) / (n (n - 1)), averaged over rows with at least two tokens (Dong et
     al. 2021, arXiv:2103.03404; Noci et al. 2022, arXiv:2206.03126).
 
@@ -165,21 +162,16 @@ def token_cosine(hidden: Tensor, real: Tensor | None = None) -> Tensor:
         hidden: (B, L, E), the output of a block.
         real: bool (B, L), False at padding. Default: all are real.
 
-    >>> round(float(token_cosine(torch.eye(3).unsqueeze(0))), 6), round(float(token_cosine(torch.ones(1, 3, 5))), 6)
-    (0.0, 1.0)
+    >>> [round(float(token_cosine_of(token_cosine_sums(x))), 6) for x in (torch.eye(3).unsqueeze(0), torch.ones(1, 3, 5))]
+    [0.0, 1.0]
     """
-    return token_cosine_of(to_host(token_cosine_sums(hidden, real)))
-
-
-def token_cosine_sums(hidden: Tensor, real: Tensor | None = None) -> list[Tensor]:
-    """Return the sums of ``token_cosine`` on the device of ``hidden``: ‖Σ_i x_i / ‖x_i‖‖² and n, each (B,)."""
     units = torch.nn.functional.normalize(hidden.to(widest_float(hidden.device)), dim=-1)
     real = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device) if real is None else real
     return [(units * real.unsqueeze(-1)).sum(1).square().sum(-1), real.sum(-1).to(units)]
 
 
 def token_cosine_of(sums: list[Tensor]) -> Tensor:
-    """Return the ``token_cosine`` from its sums on the CPU."""
+    """Return the token cosine, a scalar, from its sums on the CPU."""
     total, n = sums
     rows = n > 1
     return ((total - n) / (n * (n - 1)).clamp(min=1))[rows].mean()
@@ -290,11 +282,22 @@ class Buffers(NamedTuple):
 
 
 def _of_rows(tile: Tile, inverse: Tensor, buffers: Buffers) -> dict[str, Tensor]:
-    """Return the values of each row of a tile that the statistics need, (B, H, l) each.
+    """Return the values of each row of a tile that the statistics need, (B, H, l) each. Sums are over its n visible keys j:
+
+    ======================  ===========================================================================================
+    ``n``, ``cosine``       n, and Σ_j dot_j / ‖k_j‖ with dot = z for plain scores z = scale · q·k, else q·k
+    ``lowest``, ``highest`` min_j z_j (at most 0 if a key is hidden) and max_j z_j
+    ``top``, ``favourite``  max_j p_j and its key; with a scale of 0, the key of the largest dot
+    ``entropy``             Σ_j p_j (z_j - max z); Σ_j p_j ln p_j if the weights are not the softmax of scores
+    ``mass``                Σ_j p_j, with sinks only
+    ``mean``, ``squares``   the mean of z, and Σ_j (z_j - mean)². ``squares_of_dots``: of q·k, unless the scores are plain
+    ``ipr``, ``cubes``      Σ_j p_j² and Σ_j p_j³
+    ======================  ===========================================================================================
 
     Args:
         inverse: (B, H, S), 1 / ‖k‖.
-        buffers: memory with room for the scores.
+        buffers: memory with room for the scores. Each holds several values, one after the other: ``scores`` z (0 at hidden keys) and at
+            the end z - mean; ``shifted`` dot / ‖k‖, z (hidden keys far below all others), z - max z, p² and p³; ``weights`` p.
     """
     call, visible, dtype = tile.call, tile.visible, buffers.scores.dtype
     seen = visible.to(dtype)
@@ -306,27 +309,27 @@ def _of_rows(tile: Tile, inverse: Tensor, buffers: Buffers) -> dict[str, Tensor]
     divisor = n.clamp(min=1)
     is_plain = _is_scaled_product(call)
     shape = (*tile.query.shape[:3], seen.shape[-1])
-    z, logits, p = (_part_of(buffer, shape) for buffer in buffers)  # logits: z, hidden keys far below all others
+    z, shifted, p = (_part_of(buffer, shape) for buffer in buffers)
     if is_plain:
         dots = _zero_hidden(_scores_into(z, tile.query, tile.key, call.scale), visible)
     else:
         _zero_hidden(z.copy_(tile.scores), visible)
         dots = _zero_hidden(attention_scores(tile.query, tile.key, scale=1.0), visible)
-    rows = {"n": n, "cosine": torch.mul(dots, inverse[:, :, None, tile.keys], out=logits).sum(-1)}
-    rows |= {"lowest": z.amin(-1), "highest": torch.add(z, fill, out=logits).amax(-1)}
+    rows = {"n": n, "cosine": torch.mul(dots, inverse[:, :, None, tile.keys], out=shifted).sum(-1)}
+    rows |= {"lowest": z.amin(-1), "highest": torch.add(z, fill, out=shifted).amax(-1)}
     if call.weights is not None:
         p = call.weights[:, :, tile.rows]
     elif call.sinks is not None:
-        p = masked_softmax(logits, None, call.sinks)
+        p = masked_softmax(shifted, None, call.sinks)
     else:
-        torch.softmax(logits, -1, out=p)
+        torch.softmax(shifted, -1, out=p)
     rows["top"], favourite = p.max(-1)
     rows["favourite"] = favourite if call.scale != 0 else (dots + fill).argmax(-1)
     if _is_softmax(call):
-        logits.sub_(rows["highest"].unsqueeze(-1))
+        shifted.sub_(rows["highest"].unsqueeze(-1))
         if can_be_lowest:
-            logits.clamp_(min=lowest)  # 0 · -inf is NaN
-        rows["entropy"] = logits.mul_(p).sum(-1)  # Σ p (z - max z)
+            shifted.clamp_(min=lowest)  # 0 · -inf is NaN
+        rows["entropy"] = shifted.mul_(p).sum(-1)  # Σ p (z - max z)
     else:
         rows["entropy"] = torch.xlogy(p, p).sum(-1)  # Σ p ln p
     if call.sinks is not None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import lightning.pytorch as L
 
 from minitx.analysis.figures import heatmap_grid, saturation_over_steps
-from minitx.analysis.saved_snapshots import read_snapshots
+from minitx.analysis.snapshot import read_snapshots
 from minitx.analysis.viewer import Trace, viewer_page
 from minitx.config.schema import check_choice
 from minitx.training.records import read_probes

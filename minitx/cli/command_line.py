@@ -20,7 +20,7 @@ from minitx.config import ConfigError
 from minitx.config.schema import Config, defaults, require
 
 if TYPE_CHECKING:
-    from minitx.data.tokenizers import Tokenizer
+    from minitx.data.tokenizer import Tokenizer
     from minitx.training.checkpoints import Stored
 
 
@@ -156,7 +156,7 @@ def encode_text(tokenizer: Tokenizer, text: str, name: str) -> list[int]:
     Raises:
         ConfigError: the text is not UTF-8, or contains a character that is not in the vocabulary.
     """
-    from minitx.data.tokenizers import encode_known
+    from minitx.data.tokenizer import encode_known
 
     check_utf8(text, name)
     return encode_known(tokenizer, text, name)

@@ -17,7 +17,7 @@ from minitx.config.schema import Count, require
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from minitx.data.tokenizers import TextStream, Tokenizer
+    from minitx.data.tokenizer import TextStream, Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +164,7 @@ def _write_answers(
     model: nn.Module, ids: Tensor, tokenizer: Tokenizer, config: GenerateConfig, generator: Any, options: dict[str, Any]
 ) -> None:
     """Write ``num_samples`` answers to a prompt, printing text as soon as later tokens cannot change it."""
-    from minitx.data.tokenizers import TextStream
+    from minitx.data.tokenizer import TextStream
     from minitx.generation import Sampler, beam_search, generate
 
     beams: dict[str, Any] = {name: getattr(config, name) for name in ("num_beams", "length_penalty", "repetition_penalty")}

@@ -24,7 +24,7 @@ from minitx.data.batches import ValSource
 from minitx.data.splits import as_split
 from minitx.data.task import Task, without_targets
 from minitx.data.token_labels import key_value_texts, namer, position_texts, token_namer, token_texts
-from minitx.data.tokenizers import Tokenizer, fingerprint
+from minitx.data.tokenizer import Tokenizer, fingerprint
 from minitx.generation import beam_search, generate
 from minitx.interop import adopt_hf
 from minitx.interop.files import find_folder

@@ -189,8 +189,7 @@ def _line_of_sizes(traces: list[Trace], side: str) -> str:
 
 
 def _recorded_traces(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trace], RowRule]:
-    from minitx.analysis.saved_snapshots import read_snapshots
-    from minitx.analysis.snapshot import typical_row
+    from minitx.analysis.snapshot import read_snapshots, typical_row
     from minitx.analysis.viewer import Trace
 
     runs: list[list[Snapshot]] = []

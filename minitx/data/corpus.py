@@ -31,8 +31,8 @@ from minitx.crash_safe import replacing
 from minitx.data.seeding import Draw
 from minitx.data.splits import Split
 from minitx.data.task import Batch, Task, VocabSize
+from minitx.data.tokenizer import Tokenizer, fingerprint, require_marks, train_tokenizer, warn_of_unknown
 from minitx.data.tokenizer_choice import find_tokenizer
-from minitx.data.tokenizers import Tokenizer, fingerprint, require_marks, train_tokenizer, warn_of_unknown
 
 log = logging.getLogger(__name__)
 

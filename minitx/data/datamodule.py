@@ -11,10 +11,10 @@ from lightning.pytorch import LightningDataModule
 
 from minitx.config import ConfigError, Part, TrainerConfig
 from minitx.data.batches import AddressedLoader, Addresses, Source, TrainSource, ValSource
-from minitx.data.lightning_data import load_task
 from minitx.data.splits import Split, as_split
 from minitx.data.task import Batch, Task
-from minitx.data.tokenizers import Tokenizer
+from minitx.data.task_loading import load_task
+from minitx.data.tokenizer import Tokenizer
 from minitx.nn.transfer import is_pinned_for
 
 
@@ -63,7 +63,7 @@ class DataModule(LightningDataModule):
     def number_labels_as(self, names: Sequence[str]) -> None:
         """Number the labels as in ``names``, the labels of a trained head. See ``numbered_as``."""
         if names and self.task.label_names:
-            from minitx.data.label_order import numbered_as
+            from minitx.data.classification import numbered_as
 
             self._read(numbered_as(self.task, names))
 

@@ -119,7 +119,7 @@ class MapSplit(Split):
             array = self._padded(key, rows) if rows[0].ndim == 1 else np.stack(rows)
         except ConfigError:
             raise
-        except (TypeError, ValueError, RuntimeError):
+        except (TypeError, ValueError):
             array = np.array(None)
         if array.dtype.kind not in "biuf":
             raise ConfigError(

@@ -125,7 +125,11 @@ def load_table(
             raise
         except Exception as error:  # datasets raises many kinds
             error = error.__cause__ if isinstance(error.__cause__, Exception) else error
-            option = f"data.{split_key}={split}" if "split" in str(error).lower() else option
+            # the hub and files have classes of their own, and a config of a data set may be called anything
+            is_split = (
+                type(error) is ValueError and "split" in str(error).lower() and not str(error).startswith("BuilderConfig")
+            )
+            option = f"data.{split_key}={split}" if is_split else option
             raise ConfigError(f"{option} cannot be read: {first_line(error)}") from None
 
 

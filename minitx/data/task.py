@@ -10,7 +10,7 @@ from torch import Tensor
 
 from minitx.config import IGNORED
 from minitx.config.schema import Bound, check_choice
-from minitx.data.tokenizers import Tokenizer
+from minitx.data.tokenizer import Tokenizer
 
 Batch = dict[str, Tensor]
 VocabSize = Annotated[int, Bound("be at least 257: the bytes and a mark", lambda size: size > 256)]

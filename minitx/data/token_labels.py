@@ -9,7 +9,7 @@ from functools import cache, partial
 import torch
 
 from minitx.data.task import Batch, Task
-from minitx.data.tokenizers import Tokenizer
+from minitx.data.tokenizer import Tokenizer
 
 
 def token_texts(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
@@ -21,7 +21,7 @@ def token_texts(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
     Raises:
         ValueError: a negative id.
 
-    >>> from minitx.data.tokenizers import train_tokenizer
+    >>> from minitx.data.tokenizer import train_tokenizer
     >>> bare = train_tokenizer("bpe", [], vocab_size=257)
     >>> token_texts(bare, bare.encode("né你"))
     ['n', 'é·1/2', 'é·2/2', '你·1/3', '你·2/3', '你·3/3']

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from minitx.data.tokenizers import Tokenizer, train_tokenizer
+from minitx.data.tokenizer import Tokenizer, train_tokenizer
 
 
 def find_tokenizer(name: str | Tokenizer) -> Tokenizer | None:

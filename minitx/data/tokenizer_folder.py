@@ -10,7 +10,7 @@ from typing import Any
 
 from minitx.config import ConfigError
 from minitx.config.schema import first_line
-from minitx.data.tokenizers import Tokenizer, marks_named
+from minitx.data.tokenizer import Tokenizer, marks_named
 
 log = logging.getLogger(__name__)
 TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]

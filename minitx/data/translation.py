@@ -17,8 +17,8 @@ from minitx.data.extras import package
 from minitx.data.seeding import VALIDATION_SEED, generator
 from minitx.data.tables import hold_out, load_table, share_of, texts_of
 from minitx.data.task import Task, VocabSize
+from minitx.data.tokenizer import Tokenizer, count_unknown, require_marks
 from minitx.data.tokenizer_choice import find_or_train_tokenizer
-from minitx.data.tokenizers import Tokenizer, count_unknown, require_marks
 
 PAIR_MARKS = ("pad", "bos", "eos")
 LONGEST_DATE = 64

@@ -1,6 +1,10 @@
 """Hugging Face models: their weights loaded into our blocks and saved again, and unchanged models with our attention core.
 
 Pickle files are never loaded, and no code of a model folder runs.
+
+Two ways lead in. Into our blocks: ``family.py`` (what a family of models is), ``config_json.py`` (its config), ``decoder_families.py`` and
+``encoder_families.py`` (the tables), ``weights.py`` (``load_hf``, ``save_hf``). As transformers' own model: ``adopt.py`` with
+``adopted_core.py``, ``call_tracker.py`` and ``trial.py``, ``finetune.py`` for a run, ``lora.py``. Both use ``files.py``.
 """
 
 from typing import TYPE_CHECKING

@@ -143,7 +143,7 @@ def _trials(
     if isinstance(check, Mapping):
         try:
             return [AdoptionTrial(model, check)], []
-        except Exception as error:
+        except ValueError as error:
             raise ValueError(f"check={{...}}: a call of {type(model).__name__} with it fails: {error_text(error)}") from error
     trials, reasons = list[AdoptionTrial](), list[str]()
     for root in roots if check else ():
@@ -151,7 +151,7 @@ def _trials(
             if any(parameter.is_meta for parameter in root.parameters()):
                 raise ValueError("weights are on the meta device or offloaded")
             trials.append(AdoptionTrial(root, made_up_inputs(root)))
-        except Exception as error:  # a model of any kind may fail in any way
+        except ValueError as error:
             reasons.append(error_text(error))
     return trials, reasons
 

@@ -92,6 +92,19 @@ class CheckpointFunction:
 class CallTracker:
     """Hooks that record the running calls of one adopted model for its cores.
 
+    A call of LLaVA with images and padded texts, in order, and the padding that attention sees then:
+
+    =============================================  =========================================================================
+    ``enter_model`` of the whole model             the mask of the texts: ``call.key_masks[0]`` is bool (B, S)
+    ``enter_model`` of the vision model            none, because it is called without ``attention_mask``
+    … its layers call ``mask``
+    ``leave_model`` of the vision model            the mask of the texts again
+    ``enter_model`` of the language model          its own ``attention_mask``; a mask of four dimensions leaves the padding as it was
+    ``enter_attention`` of a layer                 whether the keys are another sequence's, in models with cross-attention only
+    … its layer calls ``mask``
+    ``leave_model`` of both
+    =============================================  =========================================================================
+
     Attributes:
         checkpointed: the modules that may checkpoint their layers, or themselves.
         check: raises an error if a model with changed scales does not call its cores.

@@ -1,13 +1,14 @@
 """Translate ``config.json`` of a family of models to our config and back.
 
 Every key of a ``config.json`` is translated, must have a certain value (``required``), or is ignored because it does not change what the
-model computes. Any other key is an error.
+model computes: it is ``HARMLESS``, or empty, false or 0 where transformers has no other default. Any other key is an error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any
 
 from minitx.config import ConfigError, TransformerConfig, from_dict, to_dict
@@ -18,11 +19,13 @@ from minitx.nn.positions import RotaryScaling
 HARMLESS = (
     *("_*", "name_or_path", "transformers.js_config", "unsloth_*", "is_llama_config", "auto_map", "*version"),
     *("dtype", "torch_dtype", "torchscript", "attn_implementation", "use_cache", "cache_implementation"),
-    *("initializer_range", "initializer_factor", "*dropout*", "*_pdrop", "gradient_checkpointing", "chunk_size_feed_forward"),
+    *("initializer_range", "initializer_factor", "gradient_checkpointing", "chunk_size_feed_forward"),
+    *("dropout", "dropout_rate", "*_dropout", "*_dropout_prob", "*_pdrop"),
     *("output_attentions", "output_hidden_states", "output_past", "return_dict", "use_return_dict", "tf_legacy_loss"),
     *("finetuning_task", "problem_type", "num_labels", "id2label", "label2id", "summary_*"),
     *("tokenizer_class", "prefix", "*_token_id", "*_token_ids", "task_specific_params"),
     *("max_length", "min_length", "do_sample", "num_beams", "temperature", "top_k", "top_p"),
+    *("output_scores", "return_dict_in_generate", "remove_invalid_values", "diversity_penalty", "encoder_no_repeat_ngram_size"),
     *("repetition_penalty", "length_penalty", "no_repeat_ngram_size", "early_stopping"),
     *("n_ctx", "n_positions", "n_special", "predict_special_tokens", "directionality", "pooler_*", "encoder_stride"),
     *("pretraining_tp", "hidden_act", "dense_act_fn", "is_gated_act", "is_encoder_decoder"),  # they follow from other keys
@@ -130,12 +133,28 @@ def _sort_rest(family: Family, values: Values) -> tuple[list[str], list[str]]:
             continue
         if name in required_values:
             refused.append(f"{name}={value!r} is not supported here, only {required!r}")
-        elif not value or any(fnmatchcase(name, pattern) for pattern in HARMLESS):
+        elif any(fnmatchcase(name, pattern) for pattern in HARMLESS) or _is_off(family, name, value):
             passed.append(name)
         else:
             unknown = f"is not a known option of model_type={family.model_type!r}, and may change what the model computes"
             refused.append(f"{name}={value!r} {unknown}")
     return passed, refused
+
+
+def _is_off(family: Family, name: str, value: Any) -> bool:
+    """Whether a value is empty, false or 0, and the installed transformers does not have another default for this key."""
+    return not value and not (value is not None and _default_options(family.model_type).get(name))
+
+
+@cache
+def _default_options(model_type: str) -> Values:
+    """The default config of the installed transformers; {} if it is not installed or does not know the type."""
+    try:
+        from transformers import AutoConfig
+
+        return AutoConfig.for_model(model_type).to_dict()  # type: ignore[no-any-return]
+    except (ImportError, ValueError):
+        return {}
 
 
 def write_config(family: Family, name: str, config: TransformerConfig, labels: Sequence[str] = ()) -> Values:

@@ -20,8 +20,8 @@ from minitx.data.documents import DocumentRows, Ragged, learned_marks, task_of
 from minitx.data.extras import package
 from minitx.data.tables import column_of, divided, hold_out, load_tables, share_of
 from minitx.data.task import Task, VocabSize
+from minitx.data.tokenizer import Tokenizer, count_unknown, require_marks
 from minitx.data.tokenizer_choice import find_or_train_tokenizer
-from minitx.data.tokenizers import Tokenizer, count_unknown, require_marks
 
 log = logging.getLogger(__name__)
 
@@ -145,6 +145,10 @@ class ChatFormat:
 
         What ``text`` has more than the messages before it, or without a later message, is the answer. A template may write these
         differently if others follow. The answer is then what differs if ``messages[i]`` is another message.
+
+        Too much counts, without an error, if the template then writes an answer twice, writes something computed from it before it (its
+        length), or ends only the last answer. Such a template needs ``{% generation %}``. A template that accepts only certain texts, or
+        ends no answer, is refused.
         """
         asked = self._beginning(messages[:i], add_generation_prompt=True) if self.writes_prompt else ""
         answered = self._beginning(messages[: i + 1]).rstrip()

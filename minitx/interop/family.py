@@ -1,6 +1,6 @@
 """A ``Family`` of models: its classes, its table for ``config.json`` and its table for the weights.
 
-The families themselves are in ``decoders.py`` and ``encoders.py``.
+The families themselves are in ``decoder_families.py`` and ``encoder_families.py``.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -154,21 +154,19 @@ def load_folder(folder: Path, task: str | None = None, num_labels: int | None = 
         raise FileNotFoundError(f"{folder} has no config.json, so it is not a Hugging Face folder")
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     with quiet() as transformers:
-        try:
-            config = transformers.AutoConfig.from_pretrained(folder, **local)
-            suffix = TASKS.get(task or "", "").removeprefix("AutoModel")
-            new_head = task in ("classify", "tag") and (new_head or not (config.architectures or [""])[0].endswith(suffix))
-            model, loading = _class_for(config, task).from_pretrained(
-                folder,
-                dtype="float32",
-                attn_implementation="eager",  # a config may name a kernel of the hub, and kernels are code
-                use_safetensors=True,
-                output_loading_info=True,
-                **local,
-                **(_new_labels(num_labels) if new_head and num_labels is not None else {}),
-            )
-        except Exception as error:  # transformers raises many kinds
-            raise ValueError(f"{folder} cannot be read by transformers: {first_line(error)}") from error
+        config = _read_by(transformers.AutoConfig.from_pretrained, folder, **local)
+        suffix = TASKS.get(task or "", "").removeprefix("AutoModel")
+        new_head = task in ("classify", "tag") and (new_head or not (config.architectures or [""])[0].endswith(suffix))
+        model, loading = _read_by(
+            _class_for(config, task).from_pretrained,
+            folder,
+            dtype="float32",
+            attn_implementation="eager",  # a config may name a kernel of the hub, and kernels are code
+            use_safetensors=True,
+            output_loading_info=True,
+            **local,
+            **(_new_labels(num_labels) if new_head and num_labels is not None else {}),
+        )
     missing = sorted(loading["missing_keys"])
     in_layers = any(re.search(r"\.\d+\.", name) for name in missing)
     if missing and (in_layers or not new_head):
@@ -179,6 +177,14 @@ def load_folder(folder: Path, task: str | None = None, num_labels: int | None = 
     if drawn:
         log.info("model: %s lacks these weights, so they are new: %s", folder, ", ".join(sorted(drawn)))
     return model.eval()
+
+
+def _read_by(function: Callable[..., Any], folder: Path, **options: Any) -> Any:
+    """Call a function of transformers that reads a folder. Its error becomes a sentence about the folder."""
+    try:
+        return function(folder, **options)
+    except Exception as error:  # transformers raises many kinds
+        raise ValueError(f"{folder} cannot be read by transformers: {first_line(error)}") from error
 
 
 def _new_labels(count: int) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def made_up_inputs(root: Any) -> dict[str, Tensor]:
         ValueError: the model takes other inputs.
     """
     config, generator = root.config, torch.Generator().manual_seed(0)
-    if root.main_input_name == "pixel_values" and hasattr(config, "image_size"):
+    if root.main_input_name == "pixel_values" and hasattr(config, "image_size") and hasattr(config, "num_channels"):
         size = config.image_size if isinstance(config.image_size, tuple | list) else (config.image_size,) * 2
         images = torch.randn(2, config.num_channels, *size, generator=generator)
         return {"pixel_values": images.to(root.device, root.dtype)}
@@ -48,6 +48,10 @@ def made_up_inputs(root: Any) -> dict[str, Tensor]:
     return inputs | ({"decoder_input_ids": ids[:, :TARGET]} if "decoder_input_ids" in arguments else {})
 
 
+class CallError(ValueError):
+    """A call of the model raises the error that is the cause of this one."""
+
+
 class AdoptionTrial:
     """A call of a model in evaluation mode, before its attention is replaced. The model is called twice.
 
@@ -55,7 +59,7 @@ class AdoptionTrial:
         inputs: the arguments of the call. To rows of tokens, copies with other later tokens are added (``later_tokens``).
 
     Raises:
-        Exception: whatever the model raises. ValueError: the model returns no finite floats.
+        CallError: the model raises an error. ValueError: the model returns no finite floats.
     """
 
     def __init__(self, model: nn.Module, inputs: Inputs) -> None:
@@ -65,13 +69,14 @@ class AdoptionTrial:
         shapes = {name: value.shape for name, value in inputs.items() if isinstance(value, Tensor)}
         mask = "attention_mask" if "input_ids" == ids in shapes and shapes[ids] == shapes.get("attention_mask") else None
         with settled(model):
-            expected = None
             try:
+                if ids not in shapes:
+                    raise ValueError("no tokens")
                 twins = later_tokens(inputs, ids, mask)
                 expected = answer(model, twins.inputs)
                 self.inputs = twins.inputs
                 self.twins = twins if expected.dim() > 2 and expected.shape[:2] == self.inputs[ids].shape else None
-            except Exception:  # no tokens, or tokens that cannot be replaced because they stand for images
+            except ValueError:  # no tokens, or tokens that cannot be replaced because they stand for images
                 expected = answer(model, inputs)
             self.finite = expected.isfinite()
             if not self.finite.any():
@@ -95,7 +100,7 @@ class AdoptionTrial:
             try:
                 output = self._answer(self.inputs)
                 gap = compare(output, self.expected, self.noise, self.counts)
-            except Exception as error:
+            except ValueError as error:  # of the model, or another shape
                 return error_text(error), []
             for seed in (1, 2, 3):  # discrete steps, such as the choice of an expert, change the answer in some draws only
                 if not gap.is_rounding:
@@ -126,11 +131,14 @@ def error_text(error: Exception) -> str:
 
 
 def answer(model: nn.Module, inputs: Inputs) -> Tensor:
-    """Return the logits of a call, or the hidden states of a model without a head."""
-    output = _first_floats(model(**inputs))
-    if output is None:
+    """Return the logits of a call, or the hidden states of a model without a head. Raise a ``CallError`` if the model raises an error."""
+    try:
+        output = model(**inputs)
+    except Exception as error:  # a model of any kind may fail in any way
+        raise CallError(error_text(error)) from error
+    if (floats := _first_floats(output)) is None:
         raise ValueError(f"{type(model).__name__} returns no floating-point tensor")
-    return output
+    return floats
 
 
 def _first_floats(output: Any) -> Tensor | None:

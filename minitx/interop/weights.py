@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from minitx.config import to_dict
+from minitx.data.tokenizer import Tokenizer
 from minitx.data.tokenizer_folder import load_tokenizer
-from minitx.data.tokenizers import Tokenizer
 from minitx.interop.config_json import UnsupportedError, find_architecture, read_config, unlike, write_config
-from minitx.interop.decoders import DECODERS
-from minitx.interop.encoders import ENCODERS
+from minitx.interop.decoder_families import DECODERS
+from minitx.interop.encoder_families import ENCODERS
 from minitx.interop.family import Architecture, Family
 from minitx.interop.files import (
     TOKENIZER,
@@ -48,9 +48,10 @@ def load_hf(
 
     It reads ``config.json`` and ``model.safetensors`` (or the shards of ``model.safetensors.index.json``), never pickle files or code.
     ``architectures`` in the config determines the model class. Unknown keys are ignored and logged (``minitx.interop``, level INFO) if
-    they cannot change what the model computes: if their value is false, zero, empty or null, and names such as labels, dtypes, token
-    ids and dropout rates. The supported rotary kinds are ``default``, ``linear``, ``llama3`` and ``yarn``, without interleaving. Padding
-    rows that see no key have finite outputs that differ from transformers. The model is in evaluation mode.
+    they cannot change what the model computes: names such as labels, dtypes, token ids and dropout rates, values that are null or empty,
+    and false or 0 unless transformers has another default for the key. The supported rotary kinds are
+    ``default``, ``linear``, ``llama3`` and ``yarn``, without interleaving. Padding rows that see no key have finite outputs that differ
+    from transformers. The model is in evaluation mode.
 
     Args:
         folder: a local folder, or a name on the hub such as ``openai-community/gpt2``. ``huggingface_hub`` downloads it into its

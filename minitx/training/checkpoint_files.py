@@ -22,7 +22,7 @@ from minitx.config import ConfigError, is_node
 from minitx.config.schema import FailedRunError, first_line, require
 from minitx.crash_safe import PART, replacing
 from minitx.data.task import Task
-from minitx.data.tokenizers import Tokenizer
+from minitx.data.tokenizer import Tokenizer
 
 FORMAT = 1
 """The format that this version writes. This version reads this format and all earlier ones."""

@@ -19,9 +19,9 @@ from minitx.config.part import FROM_PYTHON, import_modules
 from minitx.config.schema import first_line, read
 from minitx.config.training import Data, Model
 from minitx.config.training import Objective as ObjectivePart
-from minitx.data.lightning_data import load_task
 from minitx.data.task import Task
-from minitx.data.tokenizers import Tokenizer
+from minitx.data.task_loading import load_task
+from minitx.data.tokenizer import Tokenizer
 from minitx.nn.changes import joined
 from minitx.training.checkpoint_files import load_weights, network_weights, read_checkpoint
 from minitx.training.devices import device_of
@@ -93,7 +93,7 @@ class Stored:
         """
         task, _ = load_task(self.part("data"), seed=self.state["config"]["seed"], tokenizer=self.tokenizer)
         if task.label_names and self.state["labels"]:
-            from minitx.data.label_order import numbered_as
+            from minitx.data.classification import numbered_as
 
             task = numbered_as(task, self.state["labels"])
         net = self.net

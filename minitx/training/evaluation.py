@@ -24,10 +24,10 @@ from minitx.config import EvaluationConfig
 from minitx.config.schema import read, require
 from minitx.config.training import Model
 from minitx.data.batches import Address, ValSource
-from minitx.data.lightning_data import task_of_loaders
 from minitx.data.splits import as_split
 from minitx.data.tables import share_of
 from minitx.data.task import Batch, Task, select_rows
+from minitx.data.task_loading import task_of_loaders
 from minitx.generation import beam_search, generate
 from minitx.generation.decoding import longest_of
 from minitx.nn.modes import evaluating

@@ -24,9 +24,9 @@ from minitx.config import ConfigError, Part, TransformerConfig, to_dict
 from minitx.config.part import FROM_PYTHON
 from minitx.config.schema import nearest, require, stated
 from minitx.config.training import MODEL
-from minitx.data.lightning_data import FIRST_INPUT, lightning_base, overrides
 from minitx.data.seeding import seed_device
 from minitx.data.task import Batch, Task, without_targets
+from minitx.data.task_loading import FIRST_INPUT, lightning_base, overrides
 from minitx.nn.arguments import Arguments
 from minitx.nn.changes import changes_of, hooked_modules, joined
 from minitx.nn.modes import evaluating

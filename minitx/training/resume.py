@@ -11,8 +11,7 @@ from minitx.config import ConfigError, Part, TransformerConfig
 from minitx.config.part import differing_keys
 from minitx.config.schema import defaults
 from minitx.config.training import MODEL
-from minitx.data import tokenizers
-from minitx.data.tokenizers import Tokenizer
+from minitx.data.tokenizer import Tokenizer, fingerprint
 from minitx.training.checkpoint_files import read_checkpoint
 
 log = logging.getLogger(__name__)
@@ -109,7 +108,7 @@ def check_length(schedule: Part, saved: Mapping[str, Any], current: Mapping[str,
 
 def _check_tokenizer(named: str, saved: dict[str, Any] | None, current: dict[str, Any] | None) -> None:
     """Refuse another tokenizer, because ids may have other meanings, even if the size is the same."""
-    fingerprints = {tokenizers.fingerprint(Tokenizer.from_dict(entry)) for entry in (saved, current) if entry}
+    fingerprints = {fingerprint(Tokenizer.from_dict(entry)) for entry in (saved, current) if entry}
     if len(fingerprints) > 1:
         raise ConfigError(
             f"{named} was trained with another tokenizer. Resume with the old data, "

@@ -14,7 +14,7 @@ import torch
 from minitx.config import ConfigError
 from minitx.config.schema import Config, Count, Natural, NotNegative, require, takes_fields_of
 from minitx.data.datamodule import DataModule
-from minitx.data.tokenizers import encode_known
+from minitx.data.tokenizer import encode_known
 from minitx.generation import Sampler, generate
 from minitx.nn.modes import evaluating
 from minitx.nn.transfer import to_device, to_host

@@ -21,7 +21,7 @@ from minitx.ablation.thresholds import Bracket, Watch, measure_threshold, search
 from minitx.cli.ablate import run_cell
 from minitx.cli.compose import compose_config
 from minitx.config import ConfigError, ParameterRule, TransformerConfig
-from minitx.data.tokenizers import train_tokenizer
+from minitx.data.tokenizer import train_tokenizer
 from minitx.interop import save_hf
 from minitx.nn import DecoderLM
 from minitx.training.trainer import build_trainer

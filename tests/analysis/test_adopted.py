@@ -29,9 +29,9 @@ from minitx.analysis import (  # noqa: E402
 )
 from minitx.analysis.answers import next_tokens  # noqa: E402
 from minitx.analysis.experiments import answers_without_heads  # noqa: E402
-from minitx.analysis.gradients import gradient_statistics, projection_weights  # noqa: E402
+from minitx.analysis.gradients import gradient_statistics, projections  # noqa: E402
 from minitx.analysis.recorder import modules_of, watch  # noqa: E402
-from minitx.analysis.saved_snapshots import read_snapshot, write_snapshot  # noqa: E402
+from minitx.analysis.snapshot import read_snapshot, write_snapshot  # noqa: E402
 from minitx.analysis.statistics import real_keys  # noqa: E402
 from minitx.analysis.viewer import view  # noqa: E402
 from minitx.interop import adopt_hf, release_hf  # noqa: E402
@@ -395,12 +395,12 @@ def test_gradient_checkpointing_of_the_model_is_recorded_once_a_call(name, what)
 @pytest.mark.parametrize("name", ["Llama", "Bert", "T5", "DistilBert", "Qwen3", "Bart"])
 def test_the_probe_finds_the_matrices_of_separate_projections(name):
     model = adopt_hf(build(name))
-    found = projection_weights(model)
+    found = projections(model)
     assert found.keys() == modules_of(model, "weights").keys()
-    for core, weights in found.items():
+    for core, layers in found.items():
         layer = model.get_submodule(core.removesuffix(".core"))
-        assert [next(n for n, p in layer.named_parameters() if p is weights[x])[0] for x in "qkv"] == ["q", "k", "v"]
-    assert not projection_weights(adopt_hf(build("GPT2"))) and not projection_weights(adopt_hf(build("Phi3")))
+        assert [next(n for n, p in layer.named_parameters() if p is layers[x].weight)[0] for x in "qkv"] == ["q", "k", "v"]
+    assert not projections(adopt_hf(build("GPT2"))) and not projections(adopt_hf(build("Phi3")))
 
 
 @pytest.mark.parametrize("name", KINDS)

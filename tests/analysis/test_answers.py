@@ -10,7 +10,7 @@ import torch
 from minitx.analysis import intervene, read_snapshots, take_snapshot
 from minitx.analysis.answers import Question, Questions, read_answers
 from minitx.analysis.experiments import answers_without_heads
-from minitx.analysis.saved_snapshots import write_snapshot
+from minitx.analysis.snapshot import write_snapshot
 from tests.analysis.models import IDS, model_of, translation_of
 
 ASKED = Questions("input_ids", [[Question("a?", 1, 3, 0), Question("b?", 4)], [Question("c?", 0, 8)]], 11, lambda i: f"<{i}>")

@@ -252,11 +252,13 @@ def test_the_logit_step_is_the_root_mean_square_over_visible_pairs_of_counted_ro
         changes = torch.stack([(new - old)[b, :, i, j] for b, i, j in pairs])
         for size in (statistics._TILE, 1):
             monkeypatch.setattr(statistics, "_TILE", size)
-            found = statistics.logit_step(before, after, None if counted is KEY_MASK else counted)
+            found = statistics.logit_step_of(
+                statistics.logit_step_sums(before, after, None if counted is KEY_MASK else counted)
+            )
             torch.testing.assert_close(found, changes.square().mean(0).sqrt(), rtol=1e-12, atol=0.0)
         monkeypatch.undo()
     nothing = torch.zeros(B, L, dtype=torch.bool)
-    assert statistics.logit_step(before, after, nothing).tolist() == [0.0] * H
+    assert statistics.logit_step_of(statistics.logit_step_sums(before, after, nothing)).tolist() == [0.0] * H
 
 
 def test_the_token_cosine_is_the_mean_over_pairs_of_different_tokens_in_each_row_of_at_least_two():
@@ -267,7 +269,9 @@ def test_the_token_cosine_is_the_mean_over_pairs_of_different_tokens_in_each_row
         for row in hidden if mask is None else [row[kept] for row, kept in zip(hidden, mask, strict=True)]:
             pairs = [(a, b) for i, a in enumerate(row) for j, b in enumerate(row) if i != j]
             means += [sum(torch.cosine_similarity(a, b, dim=0) for a, b in pairs) / len(pairs)] if pairs else []
-        assert float(statistics.token_cosine(hidden, mask)) == pytest.approx(float(sum(means)) / len(means), rel=1e-12)
+        assert float(statistics.token_cosine_of(statistics.token_cosine_sums(hidden, mask))) == pytest.approx(
+            float(sum(means)) / len(means), rel=1e-12
+        )
 
 
 def test_no_row_has_less_entropy_than_its_bound_which_one_high_logit_attains():

@@ -15,7 +15,7 @@ from PIL import Image, ImageSequence
 
 from minitx.analysis.answers import Answer
 from minitx.analysis.film import BAD, GOOD, _measures, _Pane, write_film
-from minitx.analysis.tally import Tally
+from minitx.analysis.snapshot import Tally
 from minitx.analysis.viewer import Trace
 from minitx.canvas import PALETTE, drawable
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from minitx.analysis import Snapshot, head_scores, take_snapshot
-from minitx.analysis.attention_map import AttentionMap
 from minitx.analysis.heads import PATTERNS
+from minitx.analysis.snapshot import AttentionMap
 from minitx.config import TransformerConfig
 from minitx.nn import Encoder
 

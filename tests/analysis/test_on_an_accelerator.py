@@ -29,10 +29,11 @@ from minitx.analysis import (
 from minitx.analysis.answers import next_tokens
 from minitx.analysis.experiments import with_knock_outs
 from minitx.analysis.gradients import gradient_statistics
-from minitx.analysis.saved_snapshots import write_snapshot
-from minitx.analysis.statistics import logit_step, token_cosine
+from minitx.analysis.snapshot import write_snapshot
+from minitx.analysis.statistics import logit_step_of, logit_step_sums, token_cosine_of, token_cosine_sums
 from minitx.config import TransformerConfig
 from minitx.nn import AttentionCall, DecoderLM, EncoderDecoder
+from minitx.nn.transfer import to_host
 from tests import pretend
 from tests.training.ranks import run_ranks
 
@@ -77,8 +78,8 @@ def everything(device, folder):
         "to_bertviz": [to_bertviz(snapshot)],
         "knock_out_heads": knock_out_heads(model, lambda network: network(ids).square().mean((1, 2))),
         "logit_lens": logit_lens(model, **inputs),
-        "logit_step": logit_step(call, AttentionCall(2 * vectors, vectors, vectors)),
-        "token_cosine": token_cosine(vectors[:, 0], real[:2]),
+        "logit_step": logit_step_of(to_host(logit_step_sums(call, AttentionCall(2 * vectors, vectors, vectors)))),
+        "token_cosine": token_cosine_of(to_host(token_cosine_sums(vectors[:, 0], real[:2]))),
         "gradient_statistics": gradient_statistics(model, ids, lambda ids: (model(ids).square().sum(), {})),
     }
     corrupted = {**inputs, "input_ids": ids.flip(0)}

@@ -8,10 +8,8 @@ from torch import nn
 
 from minitx.analysis import read_snapshots, take_snapshot
 from minitx.analysis.answers import Answer, Answers
-from minitx.analysis.saved_snapshots import read_snapshot, write_snapshot
-from minitx.analysis.snapshot import typical_row
+from minitx.analysis.snapshot import Tally, read_snapshot, typical_row, write_snapshot
 from minitx.analysis.snapshot_sources import snapshot_of_weights
-from minitx.analysis.tally import Tally
 from minitx.config import TransformerConfig
 from minitx.nn import MultiHeadAttention, Padding, build_model
 from tests.analysis.models import model_of, translation_of

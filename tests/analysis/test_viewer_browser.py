@@ -11,7 +11,7 @@ import torch
 from pages import SOURCE, TARGET, choose, is_dark, random_snapshot, shows_focus, unnamed, weak_texts, with_answers
 
 from minitx.analysis.answers import Answer
-from minitx.analysis.tally import Tally
+from minitx.analysis.snapshot import Tally
 from minitx.analysis.viewer import Trace, View, view, viewer_page
 from tests.waiting import wait_for
 

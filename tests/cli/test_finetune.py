@@ -10,7 +10,7 @@ import transformers
 
 from minitx.cli.compose import compose_config
 from minitx.config import ConfigError, RunConfig, TransformerConfig, to_dict
-from minitx.data.tokenizers import train_tokenizer
+from minitx.data.tokenizer import train_tokenizer
 from minitx.generation.decoding import eos_ids
 from minitx.interop import load_hf, release_hf, save_hf
 from minitx.nn import DecoderLM

@@ -11,7 +11,7 @@ import torch
 from minitx.cli.compose import compose_config, compose_program
 from minitx.cli.generate import GenerateConfig, _options
 from minitx.cli.launch import run_training
-from minitx.data.tokenizers import Tokenizer
+from minitx.data.tokenizer import Tokenizer
 from minitx.generation import Sampler, beam_search, generate
 from minitx.interop.conversations import TEMPLATE, ChatFormat
 from minitx.training.checkpoint_files import write_checkpoint

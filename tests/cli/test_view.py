@@ -14,14 +14,13 @@ from safetensors.torch import load_file
 from torch import nn
 
 from minitx.analysis import take_snapshot
-from minitx.analysis.saved_snapshots import read_snapshots
-from minitx.analysis.snapshot import typical_row
+from minitx.analysis.snapshot import read_snapshots, typical_row
 from minitx.analysis.viewer import playground
 from minitx.cli.inputs import RowInputs, attention_of
 from minitx.config import TransformerConfig, to_dict
 from minitx.config.training import MODEL
 from minitx.data.token_labels import token_texts
-from minitx.data.tokenizers import train_tokenizer
+from minitx.data.tokenizer import train_tokenizer
 from minitx.generation import generate
 from minitx.nn import MultiHeadAttention
 from minitx.nn.models import build_model

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from minitx.config import ConfigError
 from minitx.data import corpus, text
 from minitx.data.corpus import caching, data_dir, lines_of, ngram_floors, read_text
-from minitx.data.tokenizers import Tokenizer, fingerprint, train_tokenizer
+from minitx.data.tokenizer import Tokenizer, fingerprint, train_tokenizer
 from tests.data.conftest import POEM, SPACE, beginning_with_a_space
 
 UNREADABLE = {b"abcd\xffef": " at byte 4;", b"\xef\xbb\xbf\x80": " at byte 3;", "ab".encode("utf-16-be"): "NUL"}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from minitx.config import ConfigError
 from minitx.data import documents, hf
 from minitx.data.documents import BLANK, DocumentRows, Ragged
-from minitx.data.tokenizers import fingerprint, train_tokenizer
+from minitx.data.tokenizer import fingerprint, train_tokenizer
 from tests.data.conftest import batch_of, split_of, total_left_out
 
 pytestmark = pytest.mark.usefixtures("offline_datasets")

@@ -12,7 +12,7 @@ from minitx.config import ConfigError
 from minitx.data import documents, hf
 from minitx.data.batches import Address
 from minitx.data.datamodule import DataModule
-from minitx.data.tokenizers import fingerprint, train_tokenizer
+from minitx.data.tokenizer import fingerprint, train_tokenizer
 
 pytestmark = pytest.mark.usefixtures("offline_datasets")
 DOCUMENTS = [f"{n}{'abc' * (n % 13)}" for n in range(211)]

@@ -92,6 +92,17 @@ def test_what_is_missing_or_cannot_be_read_is_refused(write_text, tmp_path, name
         load_table("no.txt", "val_path", split_key="val_split")
 
 
+def test_only_a_wrong_split_is_blamed_on_the_split(write_text, tmp_path):
+    (tmp_path / "a split").mkdir()
+    path = write_text("a\nb\n", "a split/of.txt")
+    for split, streaming in (("tset", False), ("tset", True), ("a b", False)):
+        with pytest.raises(ConfigError, match=f"^data.split={split} cannot be read"):
+            load_table(path, split=split, streaming=streaming)
+    for folder, subset in (("someone/split_data", None), (tmp_path / "a split", "the_split")):
+        with pytest.raises(ConfigError, match=f"^data.path={re.escape(str(folder))} cannot be read: .*split"):
+            load_table(str(folder), subset=subset)
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
 def test_rows_with_more_fields_than_names_are_refused_not_moved_by_a_column(write_text, name, streaming):

@@ -256,6 +256,15 @@ def test_rows_of_several_axes_and_other_shapes_are_refused_with_the_way_to_pad_t
         batch_of(split_of([{"x": np.zeros((n, 3)), "labels": 1} for n in (2, 4)]))
 
 
+def test_an_error_of_a_value_is_not_reported_as_one_of_its_shape():
+    class Broken:
+        def __array__(self, *args, **options):
+            raise RuntimeError("the file behind it is closed")
+
+    with pytest.raises(RuntimeError, match="the file behind it is closed"):
+        batch_of(split_of([{"x": Broken(), "labels": 1}]))
+
+
 def test_values_in_half_precision_or_with_a_gradient_are_read_at_any_rank():
     for change in (torch.Tensor.bfloat16, torch.Tensor.requires_grad_, lambda values: values.requires_grad_().bfloat16()):
         rows = [{"x": change(torch.full((2, 3), 0.5)), "labels": change(torch.tensor(1.0))}] * 2

@@ -16,9 +16,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from minitx.config import ConfigError
 from minitx.data.token_labels import token_texts
-from minitx.data.tokenizer_choice import find_tokenizer
-from minitx.data.tokenizer_folder import load_tokenizer
-from minitx.data.tokenizers import (
+from minitx.data.tokenizer import (
     LONGEST_WORD,
     NAMES_OF_MARKS,
     TextStream,
@@ -27,6 +25,8 @@ from minitx.data.tokenizers import (
     require_marks,
     train_tokenizer,
 )
+from minitx.data.tokenizer_choice import find_tokenizer
+from minitx.data.tokenizer_folder import load_tokenizer
 
 POEM = "the raven, never flitting, still is sitting, still is sitting\n" * 5
 MARKS = ("pad", "bos", "eos", "mask", "cls")

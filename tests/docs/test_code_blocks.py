@@ -22,7 +22,7 @@ from minitx.ablation.grid import cells
 from minitx.cli import check, evaluate, export, generate, train, view
 from minitx.cli.compose import compose_config, compose_grid
 from minitx.config import CONFIG_DIR, TransformerConfig
-from minitx.data.tokenizers import train_tokenizer
+from minitx.data.tokenizer import train_tokenizer
 from minitx.interop import save_hf
 from minitx.nn import DecoderLM, Encoder
 

@@ -13,8 +13,8 @@ from tokenizers import models, normalizers, pre_tokenizers
 from minitx.config import ConfigError
 from minitx.data import classify, pairs
 from minitx.data.splits import as_split
+from minitx.data.tokenizer import Tokenizer, fingerprint, train_tokenizer
 from minitx.data.tokenizer_folder import load_tokenizer
-from minitx.data.tokenizers import Tokenizer, fingerprint, train_tokenizer
 from minitx.interop.conversations import TEMPLATE, ChatFormat, chat
 from tests.data.conftest import SPACE, batch_of, beginning_with_a_space, total_left_out
 from tests.interop.chat_templates import GENERATION, PLAIN, SPECIAL

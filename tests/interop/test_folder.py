@@ -4,6 +4,7 @@ import json
 import re
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import peft
 import pytest
@@ -17,8 +18,8 @@ from transformers import CONFIG_MAPPING, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from minitx.config import TransformerConfig
-from minitx.data.tokenizers import Tokenizer, train_tokenizer
-from minitx.interop import FAMILIES, load_hf, pretrained_hf, save_hf
+from minitx.data.tokenizer import Tokenizer, train_tokenizer
+from minitx.interop import FAMILIES, config_json, load_hf, pretrained_hf, save_hf
 from minitx.nn.efficient import LinearAttention
 from minitx.nn.models import build_model
 
@@ -301,11 +302,27 @@ def test_a_tensor_that_the_answer_may_need_is_not_advised_to_be_left_out(tmp_pat
 
 def test_keys_that_change_nothing_pass(tmp_path):
     want = load_hf(saved("llama", tmp_path)).config
-    falsy = {"use_mrope": False, "a_new_list": [], "a_new_number": 0, "quantization_config": None}
-    listed = {"_attn_implementation": "sdpa", "unsloth_version": "2024.9", "is_llama_config": True, "torch_dtype": "bfloat16"}
+    falsy = {"use_mrope": False, "a_new_list": [], "quantization_config": None}
+    listed = {
+        "_attn_implementation_internal": "sdpa",
+        "unsloth_version": "2024.9",
+        "is_llama_config": True,
+        "torch_dtype": "bfloat16",
+    }
     labels = {"id2label": {"0": "LABEL_0"}, "summary_type": "mean", "auto_map": {"AutoModel": "modeling.Mine"}}
     more = {"attention_dropout": 0.1, "mask_token_id": 5, "cache_implementation": "hybrid", "transformers.js_config": {"a": 1}}
     assert load_hf(edit(tmp_path, **falsy, **listed, **labels, **more)).config == want
+
+
+@pytest.mark.parametrize("value", [False, 0, 0.0])
+def test_an_unknown_option_may_be_off_unless_transformers_has_it_on_by_default(value, tmp_path, monkeypatch):
+    edit(saved("llama", tmp_path), norm_topk_prob=value)
+    load_hf(tmp_path)
+    defaults = SimpleNamespace(to_dict=lambda: {"norm_topk_prob": True})
+    monkeypatch.setattr("transformers.AutoConfig.for_model", lambda model_type: defaults)
+    monkeypatch.setattr(config_json, "_default_options", config_json._default_options.__wrapped__)
+    with pytest.raises(ValueError, match=f"norm_topk_prob={value!r} is not a known option of model_type='llama'"):
+        load_hf(tmp_path)
 
 
 def test_overrides_and_ignore_are_the_ways_out(tmp_path):

@@ -286,6 +286,21 @@ def test_cores_that_did_not_run_are_named_in_one_warning_and_inputs_that_run_the
     assert "encoder_attn" in told and "self_attn" not in told
 
 
+def test_an_error_of_a_model_is_the_cause_of_the_refusal_and_an_error_of_the_check_is_not_reported_as_one_of_the_model(
+    monkeypatch,
+):
+    model = build("Llama")
+    before = snapshot(model)
+    with monkeypatch.context() as patch:
+        patch.setattr("minitx.interop.trial.compare", lambda *_: {}["nothing"])
+        with pytest.raises(KeyError, match="nothing"):
+            adopt_hf(model)
+    with pytest.raises(ValueError, match="a call of LlamaForCausalLM with it fails: IndexError") as error:
+        adopt_hf(model, check={"input_ids": torch.tensor([[1, 10**6]])})
+    assert isinstance(error.value.__cause__.__cause__, IndexError)
+    assert_unchanged(model, before)
+
+
 def test_models_that_cannot_be_called_with_made_up_inputs_are_told_to_be_unchecked():
     [told] = silent(build("Whisper"))
     assert told.endswith("pass check=inputs, the arguments of a call (no inputs are made up for input_features)")

@@ -188,7 +188,7 @@ AXES: dict[str, dict[str, str]] = {
 @functools.cache
 def home() -> Path:
     """A folder with the data and the model of Hugging Face that the points read. It goes when the process ends."""
-    from minitx.data.tokenizers import train_tokenizer
+    from minitx.data.tokenizer import train_tokenizer
 
     folder = Path(tempfile.mkdtemp(prefix="runs"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

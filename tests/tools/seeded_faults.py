@@ -514,7 +514,7 @@ SUITE = {
     "interop/finetune": ("interop/test_lora", "cli/test_finetune", "training/test_huggingface"),
     "interop/weights": ("interop/test_folder", "cli/test_export"),
     "generation": ("test_generation", "cli/test_generate", "training/test_samples"),
-    "data": ("data/test_addressing", "data/test_task", "data/test_data_module", "data/test_lightning_data", "training/test_module"),
+    "data": ("data/test_addressing", "data/test_task", "data/test_data_module", "data/test_task_loading", "training/test_module"),
     "data/documents": ("data/test_documents", "data/test_streaming"),
     "data/translation": ("data/test_translation", "data/test_tables"),
 }  # fmt: skip

@@ -18,7 +18,7 @@ from minitx.cli.ablate import run_cell
 from minitx.cli.compose import compose_config
 from minitx.config import ConfigError
 from minitx.data.datamodule import open_data
-from minitx.data.tokenizers import train_tokenizer
+from minitx.data.tokenizer import train_tokenizer
 from minitx.interop import hf_from_config, pretrained_hf
 from minitx.interop.lora import Lora
 from minitx.training.checkpoints import load_model, load_stored

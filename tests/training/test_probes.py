@@ -6,7 +6,7 @@ from extra import fit
 
 from minitx.analysis import capture, read_snapshots
 from minitx.analysis.probe import Probe
-from minitx.analysis.statistics import token_cosine
+from minitx.analysis.statistics import token_cosine_of, token_cosine_sums
 from minitx.config import ConfigError, node
 from minitx.data.datamodule import open_data
 from minitx.data.task import Task
@@ -104,7 +104,7 @@ def test_an_adopted_model_is_probed_as_it_is_captured_without_its_padding(name, 
     for layer in records[0]["layers"]:
         assert layer["entropy"] == pytest.approx(seen[layer["name"]][0]["entropy"].tolist(), abs=1e-5)
         stream = next(calls[0] for block, calls in streams.items() if layer["name"].startswith(f"{block}."))
-        cosine = token_cosine(stream, real[:, 7 - stream.shape[1] :])
+        cosine = token_cosine_of(token_cosine_sums(stream, real[:, 7 - stream.shape[1] :]))
         assert layer["grad_query_rms"] > 0 and layer["token_cosine"] == pytest.approx(float(cosine), abs=1e-5)
     snapshot = read_snapshots(tmp_path)[-1]
     assert torch.equal(snapshot.real["input_ids"], real[:2]) and [one.name for one in snapshot.maps] == list(seen)

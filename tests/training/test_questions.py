@@ -13,7 +13,7 @@ from minitx.data.seeding import generator
 from minitx.data.splits import as_split
 from minitx.data.task import Task
 from minitx.data.token_labels import position_texts, token_namer
-from minitx.data.tokenizers import train_tokenizer
+from minitx.data.tokenizer import train_tokenizer
 
 LETTERS = train_tokenizer("char", ["abcde"])
 FOLLOWS = ("Which token follows “a”?", 0), ("Which token follows “b”?", 1)

@@ -152,7 +152,7 @@ def test_a_step_waits_for_nothing_a_row_and_a_validation_for_little(make_config,
 OF_A_PROBE = ("analysis/probe.py", "analysis/gradients.py")
 OF_A_FILE = (
     "analysis/snapshot_sources.py",
-    "analysis/saved_snapshots.py",
+    "analysis/snapshot.py",
     "analysis/answers.py",
     "analysis/questions.py",
     "data/token_labels.py",

@@ -25,10 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from minitx.analysis.answers import Answer, Answers, Questions, next_tokens
-from minitx.analysis.attention_map import AttentionMap
 from minitx.analysis.experiments import with_knock_outs
 from minitx.analysis.recorder import layer_numbers
-from minitx.analysis.snapshot import MASKS_OF, SOURCE, TARGET, Snapshot
+from minitx.analysis.snapshot import MASKS_OF, SOURCE, TARGET, AttentionMap, Snapshot
 from minitx.analysis.snapshot_sources import named_inputs, snapshot_of_weights, take_snapshot
 from minitx.config.schema import stated
 

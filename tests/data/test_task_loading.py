@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorD
 
 from minitx.config import ConfigError
 from minitx.data.datamodule import DataModule
-from minitx.data.lightning_data import task_of_loaders
 from minitx.data.seeding import generator
 from minitx.data.splits import as_split
+from minitx.data.task_loading import task_of_loaders
 
 PICTURES, LABELS = torch.arange(33.0).view(11, 3), torch.arange(11)
 

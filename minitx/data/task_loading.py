@@ -19,7 +19,7 @@ from minitx.config.schema import require
 from minitx.data.seeding import CPU, Draw, kept_generators, seed_device
 from minitx.data.splits import Split, rows_at
 from minitx.data.task import Batch, Task
-from minitx.data.tokenizers import Tokenizer
+from minitx.data.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
