@@ -152,7 +152,7 @@ class Averager(L.Callback):
 
     def on_validation_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Batch, *_: Any) -> None:
         counted = batch["labels"] != -100
-        mean = torch.where(counted, batch["labels"], 0).sum() / counted.sum().clamp(min=1)
+        mean = torch.where(counted, batch["labels"], 0).sum().double() / counted.sum().clamp(min=1)
         module.log("val_label", mean, on_epoch=True, sync_dist=True, batch_size=int(counted.sum()))
 
 
