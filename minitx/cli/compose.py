@@ -210,7 +210,7 @@ def explaining(words: Sequence[str], **options: Any) -> Iterator[None]:
     except Exception as error:
         from minitx.cli.hydra_errors import CommandLine, explained, is_of_hydra  # only errors need it
 
-        if isinstance(error, ConfigError) or not is_of_hydra(error):
+        if isinstance(error, ConfigError | BrokenPipeError) or not is_of_hydra(error):
             raise
         raise ConfigError(explained(error, CommandLine(words, **{"keys_of": _keys_of, **options}))) from error
 

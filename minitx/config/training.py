@@ -311,7 +311,7 @@ class RunConfig(Config):
         callbacks: callbacks of the run, by name. Each is a class of minitx, of Lightning or your own; null or false leaves one out.
         evaluation: the evaluation after training.
         seed: seed of the initial weights, the order of rows, and dropout.
-        ckpt_path: a checkpoint to resume from; last: the newest one in output_dir.
+        ckpt_path: a checkpoint to resume from; last: last.ckpt of the run in output_dir.
         init_from: weights to start from.
         output_dir: the run's folder; null: runs/<experiment>/<date_time>/.
         on_nonfinite: after a loss, gradient or validation loss that is not finite: stop (exit code 3, the last good checkpoint

@@ -318,7 +318,7 @@ def corpus_stem(path: str | None) -> str:
     try:
         return f"text-{sha256_of(Path(path).expanduser())[:16]}"
     except OSError as error:
-        raise ConfigError(f"data.path={path} cannot be read: {error.strerror}; it must be a UTF-8 text file") from None
+        raise ConfigError(f"data.path={path} cannot be read: {error.strerror}; name a UTF-8 file, or use data=hf") from None
 
 
 def read_text(path: str | None, start: int = 0, stop: int | None = None) -> Iterator[str]:

@@ -304,6 +304,10 @@ class TrainingModule(L.LightningModule):
         means = self._log_means("val")
         monitor = self.options.monitor
         logged = {**self.trainer.callback_metrics, **means}
+        if self.trainer.world_size > 1:
+            from minitx.training.sharding import check_same
+
+            check_same(self.trainer, f"trainer.monitor={monitor}", logged.get(monitor), "log it in each, with sync_dist=True")
         for schedule in [entry.scheduler for entry in self.trainer.lr_scheduler_configs]:
             if not isinstance(schedule, ReduceLROnPlateau) or self.trainer.sanity_checking:
                 continue
@@ -327,8 +331,8 @@ class TrainingModule(L.LightningModule):
         means = {f"{split}_{'accuracy' if name == 'correct' else name}": value / count for name, value in totals.items()}
         if split == "val" and count and not math.isfinite(means["val_loss"]):
             raise NonFiniteValidationError(self.global_step, float(means["val_loss"]), float(self.grad_norm))
-        # StepLog logs the validation metrics, at the right step
-        self.log_dict(means, rank_zero_only=True, logger=split == "test")
+        # StepLog logs the validation metrics, at the right step. They are sums over the processes: with rank_zero_only, nothing is reduced
+        self.log_dict(means, rank_zero_only=True, sync_dist=True, logger=split == "test")
         return means
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

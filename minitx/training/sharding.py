@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import lightning.pytorch as L
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,21 +18,38 @@ from torch.nn.parallel import DistributedDataParallel
 from minitx.config.part import parameter_names
 from minitx.config.schema import require
 from minitx.nn.blocks import is_block
+from minitx.nn.precision import widest_float
 from minitx.training.checkpoint_files import read_checkpoint
 from minitx.training.processes import part_of
 
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
+class _ExactMeans(Strategy):
+    """Reduce whole numbers to their mean without rounding.
+
+    Lightning rounds it down. The metric of a callback that logs with ``sync_dist=True`` is divided by such a mean, of the numbers of rows.
+    """
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        is_rounded = isinstance(tensor, Tensor) and not tensor.is_floating_point() and reduce_op in ("mean", "avg")
+        value = tensor.to(widest_float(tensor.device)) if is_rounded else tensor
+        return super().reduce(value, group, reduce_op)  # type: ignore[safe-super]
+
+
+class _Copies(_ExactMeans, DDPStrategy):
+    """Lightning's strategy for DDP."""
+
+
 def ddp(*, find_unused: bool) -> DDPStrategy:
-    """Return Lightning's strategy for DDP, without its broadcast of buffers (``share_buffers``)."""
+    """Return the strategy for DDP, without Lightning's broadcast of buffers (``share_buffers``)."""
     # torch 2.13 has renamed this argument
     no_buffers = max(parameter_names(DistributedDataParallel) & {"forward_sync_buffers", "broadcast_buffers"})
     arguments: dict[str, Any] = {no_buffers: False, "find_unused_parameters": find_unused}
-    return DDPStrategy(gradient_as_bucket_view=True, **arguments)
+    return _Copies(gradient_as_bucket_view=True, **arguments)
 
 
-class Sharded(ModelParallelStrategy):
+class Sharded(_ExactMeans, ModelParallelStrategy):
     """Lightning's strategy for FSDP2, with one unsharded checkpoint that a run on one device can also read and write.
 
     As in torch, optimizer states are numbered in the order of the parameter groups. Lightning numbers them in the order of the
@@ -145,6 +163,17 @@ def share_buffers(module: nn.Module) -> None:
         torch.distributed.broadcast(together, src=0)
         for buffer, part in zip(buffers, together.split([len(part) for part in parts]), strict=True):
             buffer.copy_(part.clone().view(buffer.dtype).view_as(buffer))  # a copy, because a view must be aligned
+
+
+def check_same(trainer: L.Trainer, name: str, value: Any, remedy: str) -> None:
+    """Check that a value, or the number in a tensor, is the same in all processes. This is a collective operation.
+
+    Raises:
+        ConfigError: it differs. Every process raises the error.
+    """
+    text = str(value.item() if isinstance(value, Tensor) else value)
+    differs = trainer.strategy.reduce_boolean_decision(trainer.strategy.broadcast(text) != text, all=False)
+    require(not differs, f"{name} differs between the processes: {remedy}")
 
 
 def fix_buckets(model: nn.Module | None) -> None:

@@ -12,7 +12,7 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor
 
-from minitx.config import ConfigError, TransformerConfig
+from minitx.config import TransformerConfig
 from minitx.nn.precision import widest_float
 from minitx.nn.transfer import to_host
 from minitx.training import StoppedError
@@ -78,7 +78,10 @@ class StepLog(StepCallback):
         self.tokens = self._tokens_then = state_dict["tokens"]
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        check_processes(trainer)
+        if trainer.world_size > 1:
+            from minitx.training.sharding import check_same
+
+            check_same(trainer, f"trainer.precision={trainer.precision}", trainer.precision, "set trainer.precision=32-true")
         for logger in trainer.loggers if stage == "fit" else ():
             if isinstance(logger, MetricsFile):
                 logger.begin()
@@ -197,14 +200,3 @@ def means_of(sums: Sequence[Any], trainer: L.Trainer, module: TrainingModule) ->
     targets = targets.clamp(min=1) if isinstance(targets, Tensor) else max(targets, 1)
     names = ("accuracy" if name == "correct" else name for name in module.step_sums)
     return {"train_loss": loss, **{f"train_{name}": value / targets for name, value in zip(names, others, strict=True)}}
-
-
-def check_processes(trainer: L.Trainer) -> None:
-    """Check conditions that can be checked only once all processes run.
-
-    Raises:
-        ConfigError: the precision differs between machines.
-    """
-    precision = str(trainer.precision)
-    if trainer.strategy.reduce_boolean_decision(trainer.strategy.broadcast(precision) != precision, all=False):
-        raise ConfigError(f"trainer.precision={precision} differs between machines: set trainer.precision=32-true")

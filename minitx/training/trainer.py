@@ -210,7 +210,6 @@ _NOTICES = (
     "dataloader is not resumable",  # it is: batches are addressed by step
     "in eval mode at the start of training",  # build_network logs these modules
     "isinstance.*LeafSpec.*is deprecated",  # in Lightning's own code, for every batch
-    "sync_dist=True",  # metrics are already reduced over ranks
     "FSDP2-wrapped module.*view tensor",  # no block changes its output in place
     "WeightAveraging callback with a model that overrides",  # configure_model only shards
     "WeightAveraging callback, but loading a checkpoint outside",  # evaluation uses the averaged weights

@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import io
+import os
 import re
 import shlex
 import signal
@@ -14,6 +15,7 @@ import torch
 import yaml
 
 import minitx
+from minitx.cli import train
 from minitx.cli.command_line import meanings, write
 from minitx.cli.compose import readable
 from minitx.cli.evaluate import EvaluateConfig
@@ -147,6 +149,16 @@ def test_a_reader_that_goes_away_is_no_error_and_the_run_goes_on(tmp_path):
         assert said.read() == ""
     assert process.wait(PATIENCE) == 0
     assert len(losses(tmp_path / "run")) == 2
+
+
+def test_a_reader_of_the_help_that_goes_away_is_no_error(monkeypatch, capsys):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w", buffering=1, encoding="utf-8") as stdout:
+        monkeypatch.setattr(sys, "argv", ["train.py", "--help"])
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert train.main() == 0
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("stream", ["stdin", "stdout", "stderr"])

@@ -147,6 +147,15 @@ class Counter(L.Callback):
         self.rows = state_dict["rows"]
 
 
+class Averager(L.Callback):
+    """A user's callback: logs the mean over all processes of the labels of validation that count."""
+
+    def on_validation_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Batch, *_: Any) -> None:
+        counted = batch["labels"] != -100
+        mean = torch.where(counted, batch["labels"], 0).sum().double() / counted.sum().clamp(min=1)
+        module.log("val_label", mean, on_epoch=True, sync_dist=True, batch_size=int(counted.sum()))
+
+
 class Looker(L.Callback):
     """A user's callback: looks into the network of a run, whole or sharded, and changes heads, after each validation. Keeps what it saw."""
 

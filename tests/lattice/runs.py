@@ -143,6 +143,7 @@ PLACES["pretended"] = "trainer.accelerator=pretend"  # tests/pretend.py
 OF_THE_USER = {
     "none": "",
     "callback": f"+callbacks.counter._target_={PARTS}.Counter",
+    "averager": f"+callbacks.averager._target_={PARTS}.Averager",
     "looker": f"+callbacks.looker._target_={PARTS}.Looker",
     "logger": f"+logger.diary._target_={PARTS}.Diary",
 }

@@ -37,10 +37,10 @@ QUICK_OF_SEVERAL = (
 
 SLOW_OF_SEVERAL = (
     "place=fsdp processes=2 ends=nonfinite accumulate=2 clip=.5 rules=factor",
-    "place=ddp_cpu processes=4 ends=stop_at accumulate=3 data=module objective=own asked=probe log_every=3",
+    "place=ddp_cpu processes=4 ends=stop_at accumulate=3 data=module objective=own asked=probe user=averager log_every=3",
     "place=fsdp processes=4 ends=usr1 data=drawn asked=early log_every=3 option=all_rows",
     "place=ddp_cpu processes=2 ends=term_first data=pairs asked=tested workers=2 dropout=yes user=logger late=writing",
-    "place=fsdp processes=2 ends=crash_inside accumulate=3 data=padded asked=top_k rules=frozen precision=64-true",
+    "place=fsdp processes=2 ends=crash_inside accumulate=3 data=padded asked=top_k user=averager rules=frozen precision=64-true",
     "place=ddp_cpu processes=4 ends=crash_after data=text asked=ema clip=.5 network=normed user=callback",
     "place=fsdp processes=2 ends=hup data=stream workers=2 validation=3",
     "place=fsdp_named processes=2 ends=usr2 network=normed accumulate=2 validation=3 late=reading",

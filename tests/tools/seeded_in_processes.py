@@ -253,9 +253,9 @@ FAULTS = (
     ),
     Fault(
         "precision_of_one_rank",
-        "two machines may train in two precisions",
-        f"{STEP_LOG}:check_processes",
-        "trainer.strategy.broadcast(precision) != precision",
+        "two machines may train in two precisions, and processes may monitor two values",
+        "minitx/training/sharding.py:check_same",
+        "trainer.strategy.broadcast(text) != text",
         "False",
     ),
     Fault(

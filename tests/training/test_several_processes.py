@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import time
+import warnings
 from types import SimpleNamespace
 from unittest import mock
 
@@ -15,11 +16,11 @@ from extra import fit, losses_of, train_with
 from ranks import run_ranks
 from torch import nn
 
-from minitx.config import ConfigError, RunConfig, TrainerConfig
+from minitx.config import ConfigError, RunConfig, TrainerConfig, node
 from minitx.data.task import Task
 from minitx.training import rank
 from minitx.training.metrics_csv import read_metrics
-from minitx.training.module import NonFiniteError, UnusedParametersError
+from minitx.training.module import FIND_UNUSED, NonFiniteError, UnusedParametersError
 from minitx.training.rehearse import prepare_for_unused
 
 ROWS = [{"input": torch.tensor([float(i % 7), float(i % 5), 1.0]) / 7, "labels": i % 2} for i in range(32)]
@@ -59,6 +60,21 @@ def broken_on_one_rank(logits, batch):
     """A loss that is NaN in one process, with a gradient that is finite."""
     is_broken = torch.is_grad_enabled() and os.environ.get("RANK") == "1"
     return total(logits, batch) + (float("nan") if is_broken else 0.0)
+
+
+class OfOneProcess(L.Callback):
+    """Logs a metric that is not reduced over the processes.
+
+    Args:
+        ranks: the processes that log it.
+    """
+
+    def __init__(self, ranks: tuple[int, ...] = (0, 1)) -> None:
+        self.ranks = ranks
+
+    def on_validation_epoch_end(self, trainer, module):
+        if trainer.global_rank in self.ranks:
+            module.log("val_place", (-1.0) ** trainer.global_rank * trainer.global_step, rank_zero_only=len(self.ranks) == 1)
 
 
 class Late(nn.Module):
@@ -168,6 +184,37 @@ def test_every_process_refuses_a_folder_that_it_cannot_create(tmp_path):
         assert message.endswith("file/run cannot be written: Not a directory")
 
 
+def of_one_process(folder, **options):
+    """The outcome of a run with ``OfOneProcess``, and the warnings of Lightning about metrics."""
+    options = {"devices": 2, "val_every": 1, "schedule": {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}, **options}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = outcome(folder, Pooled, total, rehearse=False, **options)
+    return result, [str(warning.message) for warning in caught if "sync_dist" in str(warning.message)]
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), pytest.param((0,), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("place", PLACED)
+def test_a_monitored_metric_of_one_process_ends_all_processes(tmp_path, ranks, place):
+    """Otherwise they train with different rates, or one waits for the others to write best.ckpt."""
+    callbacks = {"mine": node(OfOneProcess, ranks=[*ranks])}
+    options = {**PLACES[place], "strategy": FIND_UNUSED if place == "ddp" else "sharded"}
+    results = run_ranks(2, of_one_process, tmp_path / "run", callbacks=callbacks, monitor="val_place", **options)
+    for (kind, message), _ in results:
+        assert kind == "ConfigError"
+        assert message.startswith("trainer.monitor=val_place differs between the processes")
+
+
+@pytest.mark.slow
+def test_lightning_warns_of_a_metric_of_one_process_but_not_of_ours(tmp_path):
+    options = {"strategy": FIND_UNUSED, "callbacks": {"mine": node(OfOneProcess)}}
+    (losses, caught), (of_second, _) = run_ranks(2, of_one_process, tmp_path / "run", **options)
+    assert losses == of_second
+    assert len(losses) == 3
+    assert len(caught) == 1
+    assert "self.log('val_place', ..., sync_dist=True)" in caught[0]
+
+
 def in_detail(folder):
     """What torch says with ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` if the second process leaves out a layer."""
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
@@ -194,7 +241,7 @@ def of_two_machines(folder):
 def test_processes_with_two_precisions_refuse_to_train_together(tmp_path):
     for kind, message in run_ranks(2, of_two_machines, tmp_path / "run"):
         assert kind == "ConfigError"
-        assert "differs between machines" in message
+        assert "differs between the processes: set trainer.precision=32-true" in message
 
 
 class Jump(L.Callback):
