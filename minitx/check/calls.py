@@ -27,6 +27,7 @@ from minitx.check.mutants import MUTANTS, Mutant
 from minitx.check.reference import dtype_name
 from minitx.check.results import FAILED, FRAGILE, NOT_TRIED, NOTE, PASSED, WRONG, Check, Finding, Report
 from minitx.check.search import Expected, Judge, Mistakes, Trial, are_close, dependences, is_moved, passes
+from minitx.check.selection import check_selection
 from minitx.check.subjects import AdaptedFunction, AttentionLayer, Subject, Way, instance_of, make_subject
 
 EXERCISE_STAGES = (1, 2, 3, 4, 5)
@@ -112,10 +113,10 @@ def check_attention(
 def _examined(subject: Subject, mask: str | None, stage: int | None, name: str, made: str) -> Report:
     """Try all cases, compare the results, and name the mistakes."""
 
-    def report(called_as: str, checks: list[Check], findings: list[Finding]) -> Report:
+    def report(called_as: str, checks: list[Check], findings: list[Finding], taken_as: str = "") -> Report:
         called_as += "" if subject.dtype == torch.float64 or not called_as else f", {dtype_name(subject.dtype)}"
         called_as = f"{made}; {called_as}" if made and called_as else called_as
-        return Report(name, called_as, subject.seed, tuple(checks), tuple(findings), stage)
+        return Report(name, called_as, subject.seed, tuple(checks), tuple(findings), stage, taken_as)
 
     def untried(found: Finding) -> list[Check]:
         return [Check(case.id, NOT_TRIED, found.fault) for case in CASES if stage in (None, case.stage)]
@@ -134,16 +135,21 @@ def _examined(subject: Subject, mask: str | None, stage: int | None, name: str, 
     if (mistakes := diagnosis.mistakes) is not None:
         diagnosis = replace(diagnosis, mistakes=mistakes + search.further_mistakes(judge, trial, mistakes))
     trial.run(cases[len(CASES) :], optional=[case for case in DRAWS if case.batch > 1 or case.rows > SIMPLE.rows])
-    verdicts = _Verdicts(judge, diagnosis, mask)
+    verdicts, taken_as = _Verdicts(judge, diagnosis, mask), ""
     checks, findings = [check for case in cases for check in verdicts.checks(case)], [*verdicts.findings()]
     if stage is None:
         reasons = {argument: f"it raises {fault}" for argument, fault in subject.refused.items()}
-        unused = [argument for argument in subject.arguments.names if argument not in subject.used(trial.way)]
+        limits = subject.limits(trial.way) if judge.fits_all(trial.ordinary) else []
+        unused = [argument for argument in subject.arguments.names if argument not in (*subject.used(trial.way), *limits)]
         checks += [Check(f"argument {n}", NOT_TRIED, reasons.get(n, "no case uses it")) for n in unused]
+        selections = [check_selection(judge, trial, name) for name in limits]
+        checks += [check for check, _, _ in selections]
+        findings += [(found, set[str]()) for _, _, found in selections if found]
+        taken_as = "; ".join(meaning for _, meaning, _ in selections if meaning)
     else:
         checks, findings = _graded(stage, trial, checks, findings)
     called = subject.describe(trial.way) + (", causal by default" if trial.is_causal else "")
-    return report(called, checks, [found for found, _ in findings])
+    return report(called, checks, [found for found, _ in findings], taken_as)
 
 
 def _is_repeated(subject: Subject, way: Way) -> bool:

@@ -107,6 +107,7 @@ FINDINGS: dict[str, tuple[Severity | None, *tuple[str, ...]]] = {
     "untried-{case}": (WRONG, "{case} could not be tried: {reason}", "Stage {stage} needs it."),
     "other-shape": (WRONG, "the output has the shape {shape}, not {expected}", "The output is weights @ value: it has the width of the values."),
     "differs": (None, "it differs from the definition, and no known mistake explains it", "", "{witness}"),
+    "other-selection": (None, "{fault}", "Count the places of a window from the last key. Take the largest scores of the keys that the masks show, for each query alone.", "{witness}"),
     "more-than-the-definition": (
         NOTE,
         "{beyond}, so it is not compared with the definition",

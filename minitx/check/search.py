@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from itertools import combinations, product
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,15 +51,19 @@ class Trial:
     def run(self, cases: Iterable[Case], optional: Sequence[Case] = ()) -> None:
         """Run cases. A case without a stage or one of ``optional`` that raises counts as not tried."""
         for case in cases:
-            outcome = self.subject.outcome(self.way, case, is_always_causal=self.is_causal)
+            outcome = self.outcome(case)
             refusal, is_optional = outcome.refusal, case in optional or (case in CASES and case.stage == 0)
             if outcome.output is None and is_optional and refusal is None:
                 refusal = NotTriedError(f"it raises {outcome.fault}")
-            if refusal is not None:
+            if refusal is None:
+                self.outcomes[case] = outcome
+            else:
                 self.not_tried[case] = refusal
-                continue
-            inputs = outcome.inputs.always_causal if self.is_causal else outcome.inputs
-            self.outcomes[case] = replace(outcome, case=case, inputs=inputs)
+
+    def outcome(self, case: Case) -> Outcome:
+        """Run one case in this way."""
+        outcome = self.subject.outcome(self.way, case, is_always_causal=self.is_causal)
+        return replace(outcome, case=case, inputs=outcome.inputs.always_causal if self.is_causal else outcome.inputs)
 
     @property
     def ordinary(self) -> list[Outcome]:
@@ -345,8 +351,8 @@ def beyond(judge: Judge, trial: Trial) -> str:
     case, width, inputs = failed.case, failed.inputs.value.shape[-1], failed.inputs
     if case.keys > width:  # with more keys than the width, the values do not determine the weights
         case = replace(case, rows=width, keys=width) if trial.subject.is_layer else replace(case, value_width=case.keys)
-        failed = trial.subject.outcome(trial.way, case)
-        inputs = failed.inputs.always_causal if trial.is_causal else failed.inputs
+        failed = trial.outcome(case)
+        inputs = failed.inputs
     weights, right = _weights(failed), judge.answer(inputs).weights
     if weights is None or are_close(weights, right) or weights[right == 0].abs().gt(TIGHT).any():
         return ""
@@ -354,8 +360,11 @@ def beyond(judge: Judge, trial: Trial) -> str:
     square = visible[0, ..., case.keys - case.rows :]
     is_window = bool((visible == visible[0]).all() and square.diagonal(0, -2, -1).all())  # each query sees its own key
     is_window &= not square.triu(1).any() or torch.equal(square, square.mT)
-    if is_window and are_close(weights, right * visible / (right * visible).sum(-1, keepdim=True)):
-        return "before the softmax, it hides keys by itself, as a window does"
+    count, hidden = visible.sum(-1), right.masked_fill(visible, 0.0)
+    is_top_k = bool((count == (right > 0).sum(-1).clamp(max=count.max())).all())
+    is_top_k &= bool((hidden.amax(-1) < right.where(visible, 1.0).amin(-1)).all())
+    if (is_window or is_top_k) and are_close(weights, right * visible / (right * visible).sum(-1, keepdim=True)):
+        return f"before the softmax, it hides keys by itself, as {'a window' if is_window else 'top-k'} does"
     if failed.case.id != SIMPLE.id or not (weights.abs().sum(-1) > LOOSE).all():
         return ""
     if (weights[visible] < 0).any() or not (are_close(totals, torch.ones_like(totals)) or are_close(weights, right * totals)):
@@ -380,11 +389,12 @@ def _weights(outcome: Outcome) -> Tensor | None:
     return weights if are_close(weights @ value, output) else None
 
 
-def dependences(trial: Trial) -> list[str]:
-    """Return sentences about forbidden dependences of the output."""
-    first, sentences = trial.outcomes[SIMPLE].output, []
+def dependences(trial: Trial, options: Mapping[str, Any] = MappingProxyType({})) -> list[str]:
+    """Return sentences about forbidden dependences of the output. ``options``: further arguments."""
+    sentences = []
     for part, others, rest in (("sequence", "the first sequence", 0), ("head", "the other heads", (slice(None), slice(-1)))):
-        again = None if trial.subject.is_layer else trial.subject.outcome(trial.way, OTHERS[part]).output
+        cases = [replace(case, name=f"{case.name} {options}", options=options) for case in (SIMPLE, OTHERS[part])]
+        first, again = (None if trial.subject.is_layer else trial.outcome(case).output for case in cases)
         if first is not None and again is not None and not are_close(again[rest], first[rest].double(), is_loose=True):
             sentences.append(f"the {OTHERS[part].name} changes the output of {others}")
     return sentences

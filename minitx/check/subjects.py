@@ -33,6 +33,9 @@ MEANINGS = (
     MaskForm(torch.float64, added=-torch.inf),
     *(MaskForm(dtype, hides=True) for dtype in (torch.bool, torch.float64)),
 )
+OF_KEYS: Mapping[Any, Callable[[int], Any]] = {"S": lambda S: S, "2S": lambda S: 2 * S, "(S, S)": lambda S: (S, S)}
+"""Values that depend on the number of keys: a window or top-k of this size hides nothing."""
+
 PADDING, FOUR_AXES, THREE_AXES = ("B--S", "B11S"), ("B1LS", "BHLS", "B-LS", "--LS", "B--S"), ("NHLS", "--LS", "NH-S")
 
 
@@ -172,14 +175,17 @@ class Subject:
         for order, (layout, inner) in product(self.orders(), self.places()):
             rest = [name for name in arguments.required if name not in order.values()]
             guessed = tuple(name for name in rest if arguments.role_of(name) is None)
+            limits = {name: (value, *OF_KEYS) for name, value in arguments.defaults.items() if is_limit(value)}
             width, heads = self.width // inner.heads, inner.heads
             known = {"heads": heads, "width": width, "embed": self.width, "dropout": 0.0, "causal": False}
-            guesses = (None, width, heads, self.width)
+            guesses = (None, *OF_KEYS, width, heads, self.width)
             fixed = {name: guesses if name in guessed else (known.get(arguments.role_of(name) or ""),) for name in rest}
             if layout is WHOLE:
                 fixed[arguments.roles["heads"]] = (heads,)
-            for values in choices(fixed):
-                yield Way(order, values, guessed, layout, self.mask, causal=self.causal, inner=inner)
+            for values in choices(fixed | limits):
+                values = {name: value for name, value in values.items() if name not in limits or value in OF_KEYS}
+                names = (*guessed, *(name for name in limits if name in values))
+                yield Way(order, values, names, layout, self.mask, causal=self.causal, inner=inner)
 
     def mask_ways(self, way: Way, meaning: str | None) -> Iterator[Way]:
         """Yield a way for each form of a mask. ``meaning``: "keep" or "hide", the only meaning to try."""
@@ -190,6 +196,15 @@ class Subject:
             guessed = way.guessed if self.mask else (*way.guessed, name)
             if meaning is None or (form.added is None and form.hides == (meaning == "hide")):
                 yield replace(way, mask=name, guessed=guessed, form=replace(form, axes=axes))
+
+    def limits(self, way: Way) -> list[str]:
+        """Return the arguments that may be a window or top-k: without a role, and None or a number if nothing is hidden."""
+        free = [
+            name for name in self.arguments.names if self.arguments.role_of(name) is None and name not in way.order.values()
+        ]
+        usual = [name for name in free if name in way.fixed and way.fixed[name] in (None, *OF_KEYS)]
+        optional = [name for name, value in self.arguments.defaults.items() if value is None or is_limit(value)]
+        return [name for name in free if name in (*usual, *optional) and name not in (way.mask, way.causal)]
 
     def without_role(self) -> list[str]:
         """Return the optional arguments whose names do not show their meaning."""
@@ -270,7 +285,8 @@ class Subject:
 
     def options(self, way: Way, inputs: Operands, heads: int, dtype: torch.dtype) -> dict[str, Any]:
         """Return the arguments other than the inputs."""
-        options = {**way.fixed, **inputs.options}
+        fixed = {name: OF_KEYS[value](inputs.key.shape[2]) if value in OF_KEYS else value for name, value in way.fixed.items()}
+        options = {**fixed, **inputs.options}
         options = {name: x.to(self.device, copy=True) if isinstance(x, Tensor) else x for name, x in options.items()}
         if way.causal is not None and (inputs.is_causal or self.arguments.defaults.get(way.causal) is not False):
             options[way.causal] = inputs.is_causal
@@ -304,6 +320,11 @@ class Subject:
         form = str(way.form).replace("B·H", "B") if way.layout is AXES_3 else str(way.form)
         parts.append("no mask" if way.mask is None else f"{way.mask} {form}" if way.form else f"{way.mask} not used")
         return "; ".join(parts)
+
+
+def is_limit(value: Any) -> bool:
+    """Return whether a default is a number of keys, or one for each side."""
+    return type(value) is int or (isinstance(value, tuple) and len(value) == 2 and all(type(side) is int for side in value))
 
 
 def reused(call: Callable[[dict[str, Tensor]], Any], tensors: Mapping[str, Tensor]) -> Any:
