@@ -93,7 +93,9 @@ FINDINGS: dict[str, tuple[Severity | None, *tuple[str, ...]]] = {
     "positions-join-documents": (NOTE, "position_ids that restart do not isolate packed documents"),
     "cache-differs{kind}": (None, "with a cache{what}, pieces differ from one call",
      "Look at the positions of new tokens, and align the causal mask to the lower right: tril(diagonal=S - L).", "{how}: the output of token {gap.place[1]} differs by {gap.size:.2g}"),
-    # its gradients
+    # its loss and its gradients
+    "labels-shifted-twice": (WRONG, "labels are shifted twice: the loss is of the token after the next", "Shift in the data or in the model."),
+    "loss-of-hidden-targets": (FRAGILE, "the loss of {what} is not the mean over the labels that are not {label}", "Divide by their number."),
     "no-gradient": (WRONG, "the output has no gradient", "Look for no_grad, detach() or .data around the whole model."),
     "gradient-not-finite": (WRONG, "NaN or infinity in gradients", "", "of {names}"),
     "parameter-without-gradient": (WRONG, "parameters change the output and get no gradient",
