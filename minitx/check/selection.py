@@ -73,20 +73,20 @@ def _meanings(outcome: Outcome) -> dict[int, str]:
     """The rules that give this outcome: their places, and their words."""
     inputs, (value,) = outcome.inputs, outcome.case.options.values()
     fitting = {}
-    for place, (words, seen) in enumerate(_rules(value, answer(inputs).weights)):
+    for place, (words, seen) in enumerate(_rules(value, answer(inputs).weights, outcome.case.is_causal)):
         allowed = seen if inputs.allowed is None else seen & inputs.allowed
         if fits(replace(outcome, inputs=replace(inputs, allowed=allowed))):
             fitting[place] = words
     return fitting
 
 
-def _rules(value: int | Sequence[int], weights: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _rules(value: int | Sequence[int], weights: Tensor, is_causal: bool) -> Iterator[tuple[str, Tensor]]:
     """What the value may mean: words, and the keys that a query sees, bool, for weights (B, H, L, S) without the value."""
     L, S = weights.shape[-2:]
     distance = torch.arange(S - L, S)[:, None] - torch.arange(S)
     if isinstance(value, int):
         windows = [(before, after) for before in (value - 1, value, value - 2) for after in (0, S, before)]
-        windows.append((value // 2, value // 2))
+        windows += [(before, 0) if is_causal else (value // 2, value // 2) for before in (value // 2, value - 1, value)]
         yield f"the {value} keys with its largest scores", weights >= weights.topk(min(value, S)).values[..., -1:]
     else:
         windows = [(value[0] + more, value[1] + more) for more in (0, -1, 1)]

@@ -37,6 +37,12 @@ def window_on_both_sides(q, k, v, w, mask=None):
     return _scores(q, k, mask, False, _distance(q, k).abs() > w // 2).softmax(-1) @ v
 
 
+def window_in_the_middle_unless_causal(q, k, v, is_causal=False, window=None):
+    distance = _distance(q, k)
+    hidden = None if window is None else distance >= window if is_causal else distance.abs() > window // 2
+    return _scores(q, k, None, is_causal, hidden).softmax(-1) @ v
+
+
 def causal_window_by_default(q, k, v, sliding=2, mask=None):
     """It is always causal, and the default is shorter than every row."""
     return _scores(q, k, mask, True, _distance(q, k) >= sliding).softmax(-1) @ v
@@ -78,6 +84,7 @@ RIGHT = {
     window_with_itself: "with window=3, a query sees its own key, 2 before it and all after it",
     window_before_itself: "with lookback=3, a query sees its own key, 3 before it and all after it",
     window_on_both_sides: "with w=3, a query sees its own key, 1 before it and 1 after it",
+    window_in_the_middle_unless_causal: "with window=3, a query sees its own key, 1 before it and 1 after it",
     causal_window_by_default: "with sliding=3, a query sees its own key, 2 before it and 0 after it",
     window_if_causal: "with window=3, a query sees its own key, 2 before it and 0 after it",
     window_of_flash_attention: "with window_size=(3, 1), a query sees its own key, 3 before it and 1 after it",
