@@ -43,8 +43,8 @@ def check_selection(trial: Trial, name: str) -> tuple[Check, list[Finding]]:
             continue  # this value raises, or has no effect
         options = plain[0].case.options
         text = f"with {name}={options[name]}, "
-        if mixed := dependences(trial, options):
-            return Check(id, FAILED, mixed[0]), [finding("other-selection", WRONG, fault=text + mixed[0], witness="")]
+        for mixed in (each for each in dependences(trial, options) if "sequence" in each):  # heads may choose keys together
+            return Check(id, FAILED, mixed), [finding("other-selection", WRONG, fault=text + mixed, witness="")]
         first, second, *rest = map(_meanings, [*plain, *others])
         if not first.keys() & second.keys():
             reason = f"{text}it hides keys neither as a window nor as top-k do"

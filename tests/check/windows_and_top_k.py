@@ -165,6 +165,15 @@ def blocks(q, k, v, size=None):
     return _scores(q, k, None, False, hidden).softmax(-1) @ v
 
 
+def top_k_of_all_heads(q, k, v, topk=None):
+    """All heads see the keys with the largest sums of their scores."""
+    scores = _scores(q, k, None, False)
+    sums = scores.sum(1, keepdim=True)
+    if topk is not None:
+        scores = scores.masked_fill(sums < sums.topk(min(topk, sums.shape[-1])).values[..., -1:], -math.inf)
+    return scores.softmax(-1) @ v
+
+
 def divided(q, k, v, temperature=1):
     return (_scores(q, k, None, False) / temperature).softmax(-1) @ v
 
@@ -173,5 +182,5 @@ def computed_in_pieces(q, k, v, piece=2):
     return torch.cat([_scores(part, k, None, False).softmax(-1) @ v for part in q.split(piece, -2)], -2)
 
 
-NEITHER = {blocks: "neither", divided: "neither", computed_in_pieces: "no case uses it"}
+NEITHER = {blocks: "neither", top_k_of_all_heads: "neither", divided: "neither", computed_in_pieces: "no case uses it"}
 """The reason why the argument is not tried."""
