@@ -309,7 +309,7 @@ class Examination:
         self.record(id, NOT_TRIED, reason)
 
     def failed(self, check: str, key: str, gap: Gap | None = None, at: str = "", **words: Any) -> None:
-        """Record a check that failed, and its finding: a row of ``FINDINGS`` with ``words`` in it. ``at``: the end of the witness."""
+        """Record a check that failed, and its finding in ``findings.toml``, with ``words`` in it. ``at``: the end of the witness."""
         found = finding(key, **{"severity": self.severity, "gap": gap, "exam": self} | words)
         self.record(check, FAILED, found.fault, gap)
         self._add(replace(found, witness=found.witness + at, repeat=self._repeat(check)))
