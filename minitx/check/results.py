@@ -59,7 +59,7 @@ class Check:
     Attributes:
         id: a stable id, such as ``causal-with-a-cache``.
         status: whether it passed, failed, or was not tried.
-        reason: the reason why it failed or was not tried.
+        reason: the reason why it failed or was not tried. Of an argument that passed: its meaning.
         size: the largest difference from the correct result. None: nothing was compared.
         allowed: the difference that rounding explains.
     """
