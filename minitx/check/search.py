@@ -135,10 +135,11 @@ def answer(inputs: Operands, mistakes: Mistakes = ()) -> Expected:
     return _expected(inputs, tuple(mutant for mutant in mistakes if _matters(mutant, inputs)))
 
 
-@lru_cache(maxsize=65536)
 def fits(outcome: Outcome, mistakes: Mistakes = ()) -> bool:
     """Return whether attention with these mistakes gives this outcome."""
-    return fits_output(outcome, mistakes) and _fits_gradients(outcome, mistakes)
+    if mistakes not in outcome.fitting:
+        outcome.fitting[mistakes] = fits_output(outcome, mistakes) and _fits_gradients(outcome, mistakes)
+    return outcome.fitting[mistakes]
 
 
 def fits_output(outcome: Outcome, mistakes: Mistakes = ()) -> bool:
