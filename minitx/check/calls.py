@@ -141,6 +141,8 @@ def _examined(subject: Subject, mask: str | None, stage: int | None, name: str, 
         unused = [argument for argument in subject.arguments.names if argument not in (*subject.used(trial.way), *limits)]
         checks += [Check(f"argument {n}", NOT_TRIED, reasons.get(n, "no case uses it")) for n in unused]
         selections = [check_selection(trial, name) for name in limits]
+        if selections:
+            search.answer.cache_clear()  # the results of long rows are large
         checks += [check for check, _ in selections]
         findings += [(found, set[str]()) for _, several in selections for found in several]
         taken_as = "; ".join(check.reason for check, _ in selections if check.status == PASSED)

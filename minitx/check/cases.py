@@ -297,7 +297,6 @@ class Outcome:
         has_inner_gradients: whether ``gradients`` are for query, key and value.
         fault: the reason why there is no output. refusal: the same if the case was not run.
         changed: the arguments that the call changed in place.
-        fitting: mistakes, and whether attention with them gives this outcome. It remembers what ``fits`` compared.
     """
 
     case: Case
@@ -309,7 +308,6 @@ class Outcome:
     fault: str = ""
     refusal: NotTriedError | None = None
     changed: tuple[str, ...] = ()
-    fitting: dict[Any, bool] = field(default_factory=dict, init=False)
 
     @property
     def is_finite(self) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minitx.check.calling import QKV, NotTriedError
 from minitx.check.cases import BLIND, BLIND_MOVED, CASES, CAUSAL, OTHERS, SIMPLE, Case, Operands, Outcome, results_of
-from minitx.check.mutants import DEFINITION, MUTANTS, Mutant, attention_in_steps, unchanged
+from minitx.check.mutants import DEFINITION, MUTANTS, Mutant, attention_in_steps
 from minitx.check.subjects import AXES_2, AXES_3, HEADS_FIRST, Subject, Way
 
 Mistakes = tuple[Mutant, ...]
@@ -109,7 +109,7 @@ class Trial:
 class Expected:
     """Attention with mistakes: its output (None if it raises) and its gradients, computed when needed."""
 
-    def __init__(self, inputs: Operands, mistakes: Mistakes) -> None:
+    def __init__(self, inputs: Operands, mistakes: Mistakes = ()) -> None:
         steps = replace(DEFINITION, **{name: step for mutant in mistakes for name, step in mutant.instead.items()})
         self._attention = partial(attention_in_steps, allowed=inputs.allowed, is_causal=inputs.is_causal, steps=steps)
         self._inputs = inputs
@@ -126,20 +126,13 @@ class Expected:
         return tuple(results.get(f"gradient of {role}", torch.zeros_like(leaf)) for role, leaf in leaves.items())
 
 
-_expected = lru_cache(maxsize=8192)(Expected)
+answer = lru_cache(maxsize=8192)(Expected)
 """``Expected``, remembered also between checks: a drawn input is the same object in all of them."""
-
-
-def answer(inputs: Operands, mistakes: Mistakes = ()) -> Expected:
-    """Return the result of attention with these mistakes."""
-    return _expected(inputs, tuple(mutant for mutant in mistakes if _matters(mutant, inputs)))
 
 
 def fits(outcome: Outcome, mistakes: Mistakes = ()) -> bool:
     """Return whether attention with these mistakes gives this outcome."""
-    if mistakes not in outcome.fitting:
-        outcome.fitting[mistakes] = fits_output(outcome, mistakes) and _fits_gradients(outcome, mistakes)
-    return outcome.fitting[mistakes]
+    return fits_output(outcome, mistakes) and _fits_gradients(outcome, mistakes)
 
 
 def fits_output(outcome: Outcome, mistakes: Mistakes = ()) -> bool:
@@ -160,16 +153,6 @@ def _fits_gradients(outcome: Outcome, mistakes: Mistakes) -> bool:
 def fits_all(outcomes: Iterable[Outcome], mistakes: Mistakes = ()) -> bool:
     """Return whether attention with these mistakes gives all outcomes."""
     return all(fits(outcome, mistakes) for outcome in outcomes)
-
-
-def _matters(mutant: Mutant, inputs: Operands) -> bool:
-    """Whether a mistake can show with such inputs."""
-    idle = set() if inputs.key.shape[1] < inputs.query.shape[1] else {"group"}
-    idle |= set() if inputs.is_causal else {"causal"}
-    idle |= set() if inputs.allowed is not None else {"mask"}
-    if not inputs.is_causal and inputs.allowed is None:
-        idle |= {"hide"} | ({"after"} if mutant.instead.get("after") is unchanged else set())
-    return not set(mutant.instead) <= idle
 
 
 def are_close(got: Tensor, want: Tensor, is_loose: bool = False) -> bool:
