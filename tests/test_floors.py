@@ -223,7 +223,7 @@ PRIVATE = {
         *{(module, name) for module in ("nn.attention", "nn.changes") for name in ("_forward_hooks", "_forward_pre_hooks")},
         *{("nn.counting", f"_scaled_dot_product_flash_attention_for_cpu{end}") for end in ("", "_backward")},
         *{("nn.models", "_apply"), ("nn.models", "_load_from_state_dict")},
-        *{("check.subjects", "_python_dispatch"), ("check.tensor_trace", "_python_dispatch")},
+        ("check.calling", "_python_dispatch"),
         *{("training.module", "_foreach_mul_"), ("training.muon", "_foreach_lerp_"), ("training.muon", "_foreach_lerp")},
     },
     "lightning": {

@@ -1,4 +1,4 @@
-"""Gradients of models: every parameter that matters has one, and it equals the slope of the output."""
+"""Checks of what training needs: the loss is the mean over its targets, and every parameter gets the gradient of the slope."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from minitx.check.called_model import CalledModel
-from minitx.check.calling import NotTriedError, fault_text, need
-from minitx.check.copying import copied
+from minitx.check.calling import NotTriedError, copied, fault_text, need, parts_of
 from minitx.check.examination import Examination
 from minitx.check.properties import Gap, compare, rounding
+
+# --- gradients
+
 
 Parameters = Mapping[str, Tensor]
 
@@ -132,3 +135,50 @@ def _slopes(exam: Examination) -> Iterator[tuple[float, str]]:
             difference = max(0.0, difference - 4 * abs(measured - slope(steps, 8 * WIDTH)))
         group = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
         yield difference / size, f"along a random step of {group}: gradient {expected:.3g}, slope {measured:.3g}"
+
+
+# --- the loss
+
+
+NO_LABEL = -100
+"""torch's label of a token that isn't a target."""
+
+EXACT = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
+"""The largest relative difference from the mean by rounding, by the dtype of the logits."""
+
+
+def loss(exam: Examination) -> None:
+    """The loss is the mean over its own targets, and labels are shifted once."""
+    called = exam.called
+    name = next((name for name in ("labels", "targets") if name in called.names), "")
+    is_of_ids = called.has_positions and len(called.streams) == 1 and called.stream.width is None
+    need(name and is_of_ids and exam.base.shape[-1] >= called.vocabulary, "no argument for labels of tokens was found")
+    labels = called.draw()[called.stream.name]
+    shift = min((1, 0, 2), key=lambda shift: _difference(exam, name, labels, shift))  # random labels tell shifts apart
+    exact = EXACT.get(exam.base.dtype, 1e-2)
+    need(_difference(exam, name, labels, shift) <= exact, "it is not the mean cross-entropy of the logits")
+    if shift == 2:
+        exam.failed("loss/shift", "labels-shifted-twice")
+        return
+    exam.passed("loss/shift")
+    labels[0, : labels.shape[1] // 2] = labels[1, -2:] = NO_LABEL
+    exam.attempt("loss/hidden", partial(_hidden, exam, name=name, labels=labels, shift=shift, exact=exact))
+
+
+def _hidden(exam: Examination, id: str, name: str, labels: Tensor, shift: int, exact: float) -> None:
+    for rows, what in ((labels, "a batch"), (labels[:1], "one row")):
+        try:
+            is_mean = _difference(exam, name, rows, shift) <= exact
+        except IndexError as error:
+            raise NotTriedError(f"the label {NO_LABEL} raises") from error
+        exam.demand(is_mean, "loss-of-hidden-targets", what=what, label=NO_LABEL)
+
+
+def _difference(exam: Examination, name: str, labels: Tensor, shift: int) -> float:
+    """The relative difference of the loss from the mean cross-entropy of output i and label i + ``shift``. inf: no loss."""
+    inputs = {stream: tokens[: len(labels)] for stream, tokens in exam.inputs.items()}
+    result = exam.called.run(inputs, None, **{name: labels})
+    losses = [part for part in (result, *parts_of(result)) if isinstance(part, Tensor) and part.numel() == 1]
+    logits = exam.base[: len(labels), : labels.shape[1] - shift].flatten(0, 1).float()
+    mean = cross_entropy(logits, labels[:, shift:].flatten(), ignore_index=NO_LABEL)
+    return min((abs(loss.item() / mean.item() - 1) for loss in losses), default=torch.inf)

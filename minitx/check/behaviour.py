@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minitx.check.called_model import WithoutDropout, keep_mask, limit_of
-from minitx.check.calling import NotTriedError, fault_text, is_refusal, need, parts_of
-from minitx.check.copying import copied
+from minitx.check.called_model import WithoutDropout, keep_mask
+from minitx.check.calling import NotTriedError, copied, fault_text, is_refusal, need, parts_of
 from minitx.check.examination import Examination
 from minitx.check.properties import compare, rounding
 
@@ -60,7 +59,7 @@ def sizes(exam: Examination) -> None:
     """Sizes that crash."""
     called = exam.called
     need(called.streams, "it reads no tokens")
-    limit = limit_of(called.model)
+    limit = called.limit
     drawn = torch.randint(1, min(limit or 40, 40) + 1, (4,), generator=called.generator).tolist()
     for length in dict.fromkeys([1, 2, *drawn]):
         exam.attempt("sizes/lengths", partial(_length, exam, length=length))
@@ -190,7 +189,7 @@ def bfloat16(exam: Examination) -> None:
     need(called.floats() == torch.float32, f"the model is in {str(called.floats()).removeprefix('torch.')}")
     lengths = {}
     if called.has_positions and len(called.streams) == 1:
-        lengths = {called.stream.name: min(limit_of(called.model) or PAST_256, PAST_256)}
+        lengths = {called.stream.name: min(called.limit or PAST_256, PAST_256)}
     inputs = called.draw(1, lengths)
     try:
         expected = called.answer(inputs)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from minitx.check.calling import Arguments, MaskForm, ReturnError, choices, first_that_works, invoke, parts_of, read_arguments
-from minitx.check.copying import copied
+from minitx.check import calling
+from minitx.check.calling import Arguments, Device, MaskForm, ReturnError, choices, copied, invoke, parts_of, read_arguments
 
 NUM_ROWS = 3
 TRIED_LENGTHS = (12, 16, 32, 64, 128, 8, 5, 10, 7, 9, 6, 4, 3, 2)
@@ -108,6 +108,12 @@ class CalledModel:
         return next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
 
     @property
+    def limit(self) -> int | None:
+        """The largest number of tokens that the config states, or None."""
+        stated = [_stated(place, name) for place in (self.config, self.model) for name in LIMITS]
+        return next((number for number in stated if isinstance(number, int) and 0 < number < 2**20), None)
+
+    @property
     def why_without_positions(self) -> str:
         """Return the reason why no output belongs to one token, or an empty string."""
         return "it reads no tokens" if not self.streams else "" if self.has_positions else "the output has no positions"
@@ -194,6 +200,54 @@ class CalledModel:
                 output = output.view(B, L, -1)
         return output[:, self.prepended :] if self.prepended else output
 
+    # --- what trying and declarations show
+
+    def find_forms(self, inputs: Mapping[str, Tensor]) -> None:
+        """Find the form of each stream's mask by trying."""
+        for stream in self.streams:
+            keep, faults = keep_mask(inputs[stream.name], slice(stream.length // 3)), dict[str, None]()
+            forms = [MaskForm(dtype, "pad" in (stream.mask or ""), axes) for dtype, axes in MASK_FORMS]
+            forms = [MaskForm(axes="B--S")] if self.call else forms
+            tried = (self.with_form(stream, form) for form in forms if stream.mask)
+            call = partial(CalledModel.answer, inputs=inputs, keep={stream.name: keep})
+            found = calling.first_that_works(tried, call, faults)
+            why = f"no form of {stream.mask} was accepted: {next(iter(faults))}" if faults else stream.why_unmasked
+            self.streams = (found or self.with_form(stream, None, why)).streams
+
+    def with_form(self, stream: Stream, form: MaskForm | None, why: str = "") -> CalledModel:
+        """Return the same model with another form of mask for a stream, or with the reason why there is none."""
+        other = replace(stream, form=form, why_unmasked=why)
+        return replace(self, streams=tuple(other if s.name == stream.name else s for s in self.streams))
+
+    def decoder_signs(self) -> str:
+        """Return the reason to expect that the model is causal, or an empty string."""
+        name, config, model = type(self.model).__name__, self.config, self.model
+        if re.search(r"CausalLM|GPT|DecoderLM", name) and not (_stated(config, "is_decoder") is False and "GPT" not in name):
+            return f"its class is {name}"
+        marks = [getattr(model, "causal", False), *(_stated(config, key) for key in ("is_decoder", "is_encoder_decoder"))]
+        if any(mark is True for mark in marks):
+            return "its config or class marks it as a decoder"
+        for path, buffer in model.named_buffers():
+            if buffer.dim() >= 2 and buffer.shape[-1] == buffer.shape[-2] > 2:
+                square = buffer.flatten(0, -3)[0] if buffer.dim() > 2 else buffer
+                if any(torch.equal(marks, torch.ones_like(marks).tril()) for marks in (square == 1, square == 0)):
+                    return f"the buffer {path} is a causal mask"
+        return "it returns a cache of its tokens" if self._returns_cache() else ""
+
+    def _returns_cache(self) -> bool:
+        """Return whether the model gives back a cache of its tokens.
+
+        A recurrent state declares nothing: bidirectional models have one, too. Nor does a layer: its caller's mask decides.
+        """
+        if self.cache in (None, "state", "hidden") or not self.streams or self.stream.width is not None:
+            return False
+        if hasattr(self.model, "make_cache"):
+            return True
+        with suppress(Exception):
+            options: dict[str, Any] = {"use_cache": True} if "use_cache" in self.names else {}
+            return returned_cache(self.run(self.draw(), **options), str(self.cache)) is not None
+        return False
+
     def describe(self) -> str:
         """Describe the call in one readable line."""
         name = type(self.model).__name__ + (f" by {self.call.__name__}" if self.call else "")
@@ -213,7 +267,7 @@ class CalledModel:
 
 
 def make_called(
-    model: nn.Module, seed: int, device: torch.device | str, dtype: torch.dtype | None, call: Callable[..., Any] | None = None
+    model: nn.Module, seed: int, device: Device, dtype: torch.dtype | None, call: Callable[..., Any] | None = None
 ) -> CalledModel:
     """Find out how to call a model. A copy of it is used, in evaluation mode. ``call``: the caller's adapter.
 
@@ -236,7 +290,7 @@ def make_called(
     pads = (_stated(called.config, "pad_token_id"), *(table.padding_idx for table in _tables(model)))
     called.pad = next((pad for pad in pads if isinstance(pad, int) and pad >= 0), None)
     faults: dict[str, None] = {}
-    candidate = first_that_works(islice(_ways(called, arguments), TRIES), _check_output, faults)
+    candidate = calling.first_that_works(islice(_ways(called, arguments), TRIES), _check_output, faults)
     if candidate is None:
         raise CannotBeCalledError("; ".join(list(faults)[:3]) or "no argument for tokens or images was found")
     if not candidate.streams:
@@ -267,14 +321,13 @@ def _lengths(called: CalledModel) -> tuple[int, ...]:
     return ()
 
 
-def _materials(model: nn.Module) -> list[tuple[int | None, int]]:
+def _materials(called: CalledModel) -> list[tuple[int | None, int]]:
     """The widths of vectors (None: ids) and the numbers of tokens to try: vectors as the first modules read them."""
     attributes = ("in_features", "input_size", "embed_dim", "in_channels")
-    found = (getattr(m, name, None) for m in model.modules() for name in attributes)
+    found = (getattr(m, name, None) for m in called.model.modules() for name in attributes)
     widths = list(dict.fromkeys(width for width in found if isinstance(width, int)))[:4]
-    limit = limit_of(model)
-    lengths = [length for length in TRIED_LENGTHS if limit is None or length <= limit]
-    return list(product([*([None] if _tables(model) else []), *widths] or [None], lengths))
+    lengths = [length for length in TRIED_LENGTHS if length <= (called.limit or length)]
+    return list(product([*[None] * bool(_tables(called.model)), *widths] or [None], lengths))
 
 
 def _ways(called: CalledModel, arguments: Arguments) -> Iterator[CalledModel]:
@@ -298,7 +351,7 @@ def _ways(called: CalledModel, arguments: Arguments) -> Iterator[CalledModel]:
     if called.call is not None:
         ids, target, mask = first, None, next(iter(names[1:]), None)
     rest = [name for name in arguments.required if name not in (ids, target, mask, target_mask)]
-    for chosen in choices({"": _materials(model), **dict.fromkeys(rest, (False, True))}):
+    for chosen in choices({"": _materials(called), **dict.fromkeys(rest, (False, True))}):
         width, length = chosen.pop("")
         name = "inputs_embeds" if width is not None and "inputs_embeds" in names else ids
         source = Stream(name, length, mask, width)
@@ -314,30 +367,6 @@ def keep_mask(tokens: Tensor, hidden: slice = slice(0)) -> Tensor:
     keep = torch.ones(tokens.shape[:2], dtype=torch.bool)
     keep[1, hidden] = False
     return keep
-
-
-def find_forms(called: CalledModel, inputs: Mapping[str, Tensor]) -> None:
-    """Find the form of each stream's mask by trying."""
-    for stream in called.streams:
-        keep, faults = keep_mask(inputs[stream.name], slice(stream.length // 3)), dict[str, None]()
-        forms = [MaskForm(dtype, "pad" in (stream.mask or ""), axes) for dtype, axes in MASK_FORMS]
-        forms = [MaskForm(axes="B--S")] if called.call else forms
-        tried = (with_form(called, stream, form) for form in forms if stream.mask)
-        found = first_that_works(tried, partial(CalledModel.answer, inputs=inputs, keep={stream.name: keep}), faults)
-        why = f"no form of {stream.mask} was accepted: {next(iter(faults))}" if faults else stream.why_unmasked
-        called.streams = (found or with_form(called, stream, None, why)).streams
-
-
-def with_form(called: CalledModel, stream: Stream, form: MaskForm | None, why: str = "") -> CalledModel:
-    """Return the same model with another form of mask for a stream, or with the reason why there is none."""
-    other = replace(stream, form=form, why_unmasked=why)
-    return replace(called, streams=tuple(other if s.name == stream.name else s for s in called.streams))
-
-
-def limit_of(model: nn.Module) -> int | None:
-    """Return the largest number of tokens that the config states, or None."""
-    stated = [_stated(place, name) for place in (getattr(model, "config", None), model) for name in LIMITS]
-    return next((number for number in stated if isinstance(number, int) and 0 < number < 2**20), None)
 
 
 def fill_zeros(model: nn.Module, generator: torch.Generator) -> None:
@@ -384,22 +413,6 @@ def _floats(result: Any) -> Tensor | None:
     return next((output for part in parts_of(result) if (output := _floats(part)) is not None), None)
 
 
-def decoder_signs(called: CalledModel) -> str:
-    """Return the reason to expect that the model is causal, or an empty string."""
-    name, config, model = type(called.model).__name__, called.config, called.model
-    if re.search(r"CausalLM|GPT|DecoderLM", name) and not (_stated(config, "is_decoder") is False and "GPT" not in name):
-        return f"its class is {name}"
-    marks = [getattr(model, "causal", False), *(_stated(config, key) for key in ("is_decoder", "is_encoder_decoder"))]
-    if any(mark is True for mark in marks):
-        return "its config or class marks it as a decoder"
-    for path, buffer in model.named_buffers():
-        if buffer.dim() >= 2 and buffer.shape[-1] == buffer.shape[-2] > 2:
-            square = buffer.flatten(0, -3)[0] if buffer.dim() > 2 else buffer
-            if any(torch.equal(marks, torch.ones_like(marks).tril()) for marks in (square == 1, square == 0)):
-                return f"the buffer {path} is a causal mask"
-    return "it returns a cache of its tokens" if _returns_cache(called) else ""
-
-
 class WithoutDropout(TorchFunctionMode):
     """Functions of dropout return their input. ``count``: the number of calls of dropout that is switched on."""
 
@@ -431,18 +444,3 @@ def returned_cache(result: Any, name: str) -> Any:
     parts = result[1:] if isinstance(result, tuple) else ()
     rest = [part for part in parts if part is not None and not (isinstance(part, Tensor) and part.dim() == 0)]
     return rest[-1] if rest else None
-
-
-def _returns_cache(called: CalledModel) -> bool:
-    """Return whether the model gives back a cache of its tokens.
-
-    A recurrent state declares nothing: bidirectional models have one, too. Nor does a layer: its caller's mask decides.
-    """
-    if called.cache in (None, "state", "hidden") or not called.streams or called.stream.width is not None:
-        return False
-    if hasattr(called.model, "make_cache"):
-        return True
-    with suppress(Exception):
-        options: dict[str, Any] = {"use_cache": True} if "use_cache" in called.names else {}
-        return returned_cache(called.run(called.draw(), **options), str(called.cache)) is not None
-    return False

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode  # documented in torch's notes on extending it
 
 T = TypeVar("T")
+Device = torch.device | str
+Module = TypeVar("Module", bound=nn.Module)
 
 ROLE_NAMES = {
     "query": r"(\w_)?(q|qs|query|queries|query_states|x_q|q_in)",
@@ -37,6 +42,7 @@ ROLE_NAMES = {
 """Patterns of argument names. The role of an argument is the first whose pattern matches, and that no earlier argument has."""
 
 QKV = ("query", "key", "value")
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,7 @@ def read_arguments(called: Any) -> Arguments:
         except ValueError:  # a builtin: its docstring begins with a signature
             text = (function.__doc__ or "").strip().split("->")[0]
             names = re.findall(r"(\w+)\s*(?:=[^,)]*)?[,)]", text)
-            return _with_roles(names, names[: len(QKV)], [], dict.fromkeys(names[len(QKV) :]))
+            return _with_roles(names, dict.fromkeys(names[len(QKV) :]))
         named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         children = list(called.children()) if isinstance(called, nn.Module) else []
         get_base = getattr(called, "get_base_model", None)
@@ -82,32 +88,26 @@ def read_arguments(called: Any) -> Arguments:
             break
         called = base
     if not named and parameters:  # *inputs
-        return _with_roles(["inputs"], ["inputs"], ["inputs"], {})
-    return _with_roles(
-        [p.name for p in named],
-        [p.name for p in named if p.default is p.empty],
-        [p.name for p in named if p.kind is p.POSITIONAL_ONLY],
-        {p.name: p.default for p in named if p.default is not p.empty},
-    )
+        return _with_roles(["inputs"], {}, ["inputs"])
+    defaults = {p.name: p.default for p in named if p.default is not p.empty}
+    return _with_roles([p.name for p in named], defaults, [p.name for p in named if p.kind is p.POSITIONAL_ONLY])
 
 
-def _with_roles(
-    names: Sequence[str], required: Sequence[str], positional: Sequence[str], defaults: Mapping[str, Any]
-) -> Arguments:
+def _with_roles(names: Sequence[str], defaults: Mapping[str, Any], positional: Sequence[str] = ()) -> Arguments:
     roles: dict[str, str] = {}
     for name in names:
         matching = (role for role, pattern in ROLE_NAMES.items() if role not in roles and re.fullmatch(pattern, name.lower()))
         if (role := next(matching, None)) is not None:
             roles[role] = name
-    return Arguments(tuple(names), tuple(required), tuple(positional), defaults, roles)
+    required = tuple(name for name in names if name not in defaults)
+    return Arguments(tuple(names), required, tuple(positional), defaults, roles)
 
 
 def choices(candidates: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
     """Yield each choice of one value for each argument, the most likely first: those that stand early among the candidates."""
-    ranked = sorted(
-        product(*(enumerate(values) for values in candidates.values())), key=lambda chosen: sum(n for n, _ in chosen)
-    )
-    yield from (dict(zip(candidates, (value for _, value in chosen), strict=True)) for chosen in ranked)
+    numbered = [enumerate(values) for values in candidates.values()]
+    for chosen in sorted(product(*numbered), key=lambda chosen: sum(n for n, _ in chosen)):
+        yield dict(zip(candidates, (value for _, value in chosen), strict=True))
 
 
 def first_that_works(values: Iterable[T], call: Callable[[T], Any], faults: dict[str, None]) -> T | None:
@@ -137,6 +137,50 @@ def invoke(
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def copied(module: Module) -> Module:
+    """Return a deep copy. An attribute that cannot be copied, such as a lock or a tensor with a graph, is shared with the original.
+
+    >>> layer = nn.Linear(2, 3)
+    >>> layer.last = layer.weight * 2  # copy.deepcopy(layer) raises RuntimeError
+    >>> twin = copied(layer)
+    >>> twin.weight is layer.weight, twin.last is layer.last
+    (False, True)
+    """
+    with suppress(Exception):
+        return copy.deepcopy(module)
+    shared = {id(part): part for part in (*module.modules(), *module.parameters(), *module.buffers())}
+    values = [value for part in module.modules() for name, value in vars(part).items() if name not in _REGISTRIES]
+    return copy.deepcopy(module, {id(value): value for value in values if not _can_be_copied(value, shared)})
+
+
+def _can_be_copied(value: Any, shared: dict[int, Any]) -> bool:
+    with suppress(Exception):
+        copy.deepcopy(value, dict(shared))
+        return True
+    return False
+
+
+class _Dispatch:
+    """The method of ``Watch``. In a direct subclass, torch would wrap it and import its compiler, which takes seconds."""
+
+    computed: Callable[..., Any]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.computed(func, args, kwargs or {})
+
+
+class Watch(_Dispatch, TorchDispatchMode):
+    """Every function of ATen goes through ``computed``, below autograd."""
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested results."""
+    if isinstance(value, Tensor):
+        yield value
+    for part in parts_of(value):
+        yield from tensors_of(part)
 
 
 def parts_of(value: Any) -> Sequence[Any]:

@@ -19,14 +19,15 @@ import torch
 from torch import nn
 
 from minitx.check import search
-from minitx.check import strict as strict_cases
 from minitx.check.calling import DoesNotApplyError
 from minitx.check.cases import BLIND, BLIND_MOVED, CASES, DRAWS, HALF, SIMPLE, Case, Outcome, by_definition
 from minitx.check.findings import finding
 from minitx.check.mutants import MUTANTS, Mutant
-from minitx.check.reference import dtype_name
+from minitx.check.reference import dtype_name, tolerance
 from minitx.check.results import FAILED, FRAGILE, NOT_TRIED, NOTE, PASSED, WRONG, Check, Finding, Report
-from minitx.check.search import Expected, Judge, Mistakes, Trial, are_close, dependences, is_moved, passes
+from minitx.check.search import Expected, Mistakes, Trial, are_close, dependences
+from minitx.check.selection import check_selection
+from minitx.check.strict import check_cases, compared, findings_of
 from minitx.check.subjects import AdaptedFunction, AttentionLayer, Subject, Way, instance_of, make_subject
 
 EXERCISE_STAGES = (1, 2, 3, 4, 5)
@@ -80,8 +81,8 @@ def check_attention(
         raise ValueError("strict and stage or call cannot be combined: strict checks all cases of one signature")
     name = getattr(function, "__name__", type(function).__name__)
     if strict:
-        checks = strict_cases.check_cases(function, device=device)
-        return Report(name, f"{name}(query, key, value, ...)", seed, tuple(checks), tuple(strict_cases.findings_of(checks)))
+        checks = check_cases(function, device=device)
+        return Report(name, f"{name}(query, key, value, ...)", seed, tuple(checks), tuple(findings_of(checks)))
     made = ""
     if inspect.isclass(function):
         function, made = instance_of(function)
@@ -99,9 +100,7 @@ def check_attention(
     if not report.called_as and call is None and isinstance(function, nn.Module) and (mask, stage) == (None, None):
         from minitx.check.language_models import check_model
 
-        as_model = check_model(
-            function, seed=seed, device=device
-        )  # more than the definition, such as a gate: by its properties
+        as_model = check_model(function, seed=seed, device=device)  # more than the definition, such as a gate
         mixes = all(found.id != "sees-no-other" for found in as_model.findings)
         if as_model.called_as and mixes:
             reason = ": ".join(filter(None, (f"as attention, {report.findings[0].fault}", report.findings[0].witness)))
@@ -114,10 +113,10 @@ def check_attention(
 def _examined(subject: Subject, mask: str | None, stage: int | None, name: str, made: str) -> Report:
     """Try all cases, compare the results, and name the mistakes."""
 
-    def report(called_as: str, checks: list[Check], findings: list[Finding]) -> Report:
+    def report(called_as: str, checks: list[Check], findings: list[Finding], taken_as: str = "") -> Report:
         called_as += "" if subject.dtype == torch.float64 or not called_as else f", {dtype_name(subject.dtype)}"
         called_as = f"{made}; {called_as}" if made and called_as else called_as
-        return Report(name, called_as, subject.seed, tuple(checks), tuple(findings), stage)
+        return Report(name, called_as, subject.seed, tuple(checks), tuple(findings), stage, taken_as)
 
     def untried(found: Finding) -> list[Check]:
         return [Check(case.id, NOT_TRIED, found.fault) for case in CASES if stage in (None, case.stage)]
@@ -127,32 +126,37 @@ def _examined(subject: Subject, mask: str | None, stage: int | None, name: str, 
         is_module = isinstance(subject.function, nn.Module)
         found = finding("random", training="training=self.training" if is_module else "training=False")
         return report(subject.describe(way), untried(found), [found])
-    judge, faults = Judge(subject.dtype), dict[str, None]()
-    diagnosis = search.diagnose(judge, search.trials(subject, judge, mask, faults))
-    if diagnosis is None:
+    faults = dict[str, None]()
+    trial = search.diagnose(search.trials(subject, mask, faults))
+    if trial is None:
         found = _uncalled(subject, list(faults))
         return report("", untried(found), [found])
-    trial, cases = diagnosis.trial, CASES if stage else (*CASES, *DRAWS)
-    if (mistakes := diagnosis.mistakes) is not None:
-        diagnosis = replace(diagnosis, mistakes=mistakes + search.further_mistakes(judge, trial, mistakes))
-    trial.run(cases[len(CASES) :], optional=[case for case in DRAWS if case.batch > 1 or case.rows > SIMPLE.rows])
-    verdicts = _Verdicts(judge, diagnosis, mask)
+    if trial.mistakes is not None:
+        trial.mistakes += search.further_mistakes(trial, trial.mistakes)
+    cases = CASES if stage else (*CASES, *DRAWS)
+    trial.run(cases[len(CASES) :])
+    verdicts, taken_as = _Verdicts(trial, mask), ""
     checks, findings = [check for case in cases for check in verdicts.checks(case)], [*verdicts.findings()]
     if stage is None:
         reasons = {argument: f"it raises {fault}" for argument, fault in subject.refused.items()}
-        unused = [argument for argument in subject.arguments.names if argument not in subject.used(trial.way)]
+        limits = subject.limits(trial.way) if trial.is_right else []
+        unused = [argument for argument in subject.arguments.names if argument not in (*subject.used(trial.way), *limits)]
         checks += [Check(f"argument {n}", NOT_TRIED, reasons.get(n, "no case uses it")) for n in unused]
+        selections = [check_selection(trial, name) for name in limits]
+        if selections:
+            search.answer.cache_clear()  # the results of long rows are large
+        checks += [check for check, _ in selections]
+        findings += [(found, set[str]()) for _, several in selections for found in several]
+        taken_as = "; ".join(check.reason for check, _ in selections if check.status == PASSED)
     else:
         checks, findings = _graded(stage, trial, checks, findings)
     called = subject.describe(trial.way) + (", causal by default" if trial.is_causal else "")
-    return report(called, checks, [found for found, _ in findings])
+    return report(called, checks, [found for found, _ in findings], taken_as)
 
 
 def _is_repeated(subject: Subject, way: Way) -> bool:
     """Whether a second call gives the same output."""
-    first = subject.outcome(way, SIMPLE).output
-    subject.forget()
-    second = subject.outcome(way, SIMPLE).output
+    first, second = (subject.outcome(way, case).output for case in (SIMPLE, replace(SIMPLE, name="plain again")))
     return first is not None and second is not None and are_close(second, first.double())
 
 
@@ -183,43 +187,44 @@ def _graded(stage: int, trial: Trial, checks: list[Check], findings: list[Placed
 class _Verdicts:
     """The checks and findings of a trial."""
 
-    def __init__(self, judge: Judge, diagnosis: search.Diagnosis, meaning: str | None) -> None:
-        self.judge, self.trial, self.meaning = judge, diagnosis.trial, meaning
-        self.mistakes, self.others, self.wide = diagnosis.mistakes, diagnosis.others, diagnosis.wide
-        self.subject, self.outcomes = self.trial.subject, self.trial.outcomes
-        self.beyond = "" if self.mistakes else search.beyond(judge, self.trial)
+    def __init__(self, trial: Trial, meaning: str | None) -> None:
+        self.trial, self.meaning = trial, meaning
+        self.subject, self.outcomes = trial.subject, trial.outcomes
+        self.beyond = "" if trial.mistakes else search.beyond(trial)
 
     # --- checks
 
     def checks(self, case: Case) -> Iterator[Check]:
         """Yield the checks of one case."""
-        reason, size, allowed = self._fault(case)
-        status = NOT_TRIED if case not in self.outcomes else FAILED if reason else PASSED
-        if status == FAILED and self.beyond and ("differs" in reason or case in HALF):
-            status, reason = NOT_TRIED, self.beyond
-        yield Check(case.id, status, reason, size, allowed)
+        check = self._check(case)
+        if check.status == FAILED and self.beyond and ("differs" in check.reason or case in HALF):
+            check = replace(check, status=NOT_TRIED, reason=self.beyond)
+        yield check
         if case is BLIND_MOVED:
             yield self._blind_gradient()
 
-    def _fault(self, case: Case) -> tuple[str, float | None, float | None]:
-        """The reason why a case failed or was not tried ("": it passed), the difference, and the difference that is allowed."""
+    def _check(self, case: Case) -> Check:
         outcome = self.outcomes.get(case)
         if outcome is None:
-            return str(self.trial.not_tried[case]), None, None
+            return Check(case.id, NOT_TRIED, str(self.trial.not_tried[case]))
+        size = None
         if case is BLIND_MOVED or (case is BLIND and outcome.output is not None):
-            moved = "hidden values move the output" if case is BLIND_MOVED and is_moved(self.trial) else ""
-            return moved if _is_finite(outcome) else "the output is NaN", None, None
-        if outcome.output is None:
-            return f"it raises {outcome.fault}", None, None
-        if case in HALF:  # plain torch rounds weights and scores once more than the reference
+            moved = "hidden values move the output" * (case is BLIND_MOVED and self.trial.is_moved)
+            reason = moved if outcome.is_finite else "the output is NaN"
+        elif outcome.output is None:
+            reason = f"it raises {outcome.fault}"
+        elif case in HALF:  # plain torch rounds weights and scores once more than the reference
             (dtype,) = case.dtypes
             exact, low = (by_definition(outcome.inputs, dtype, precision)["output"] for precision in (torch.float64, dtype))
-            return strict_cases.compared("the output", outcome.output, exact, low, dtype, factor=2.0)
-        is_right = passes(self.judge, self.trial, outcome)
-        return "" if is_right else "the output or a gradient differs", self._difference(outcome), None
+            check = compared(case.id, "the output", outcome.output, exact, 2 * tolerance(exact, low, dtype), dtype)
+            return check if check.status == FAILED else replace(check, reason="")
+        else:
+            reason = "" if self.trial.passes(outcome) else "the output or a gradient differs"
+            size = self._difference(outcome)
+        return Check(case.id, FAILED if reason else PASSED, reason, size)
 
     def _difference(self, outcome: Outcome) -> float | None:
-        expected = self.judge.answer(outcome.inputs).output
+        expected = search.answer(outcome.inputs).output
         if outcome.output is None or expected is None or outcome.output.shape != expected.shape:
             return None
         return (outcome.output.double() - expected).abs().nan_to_num(torch.inf).max().item()
@@ -237,15 +242,15 @@ class _Verdicts:
     def findings(self) -> Iterator[Placed]:
         """Yield the findings. The finding to mend first comes first."""
         judged = [outcome for case, outcome in self.outcomes.items() if not case.dtypes and case is not BLIND_MOVED]
-        failed = [outcome for outcome in judged if not passes(self.judge, self.trial, outcome)]
-        if self.mistakes is not None:
-            explained = [o for o in failed if self.judge.fits(o, self.mistakes)]
-            yield from self._named([o for o in failed if o.output is not None or o in explained], self.mistakes)
+        failed = [outcome for outcome in judged if not self.trial.passes(outcome)]
+        if (mistakes := self.trial.mistakes) is not None:
+            explained = [o for o in failed if search.fits(o, mistakes)]
+            yield from self._named([o for o in failed if o.output is not None or o in explained], mistakes)
             failed = [o for o in failed if o not in explained]
         yield from self._unexplained(failed)
-        if BLIND in self.outcomes and _is_finite(self.outcomes[BLIND]) and self._blind_gradient().status == FAILED:
+        if BLIND in self.outcomes and self.outcomes[BLIND].is_finite and self._blind_gradient().status == FAILED:
             yield finding("nan-gradient-where-a-query-sees-nothing"), {BLIND_GRADIENT}
-        if self.judge.fits_all(self.trial.ordinary):
+        if self.trial.is_right:
             yield from self._in_half_precision()
             yield from self._weights()
         yield from self._of_the_mask()
@@ -264,16 +269,16 @@ class _Verdicts:
         order = list(self.outcomes)
         for mutant in sorted(shown, key=lambda mutant: min((order.index(o.case) for o in shown[mutant]), default=len(order))):
             # a finite output where a query sees nothing is right until it moves
-            cases = [BLIND_MOVED if o.case is BLIND and _is_finite(o) else o.case for o in shown[mutant]]
+            cases = [BLIND_MOVED if o.case is BLIND and o.is_finite else o.case for o in shown[mutant]]
             names = [case.name for case in cases[: 3 if len(cases) > 4 else 4]]
             names += [f"{len(cases) - 3} others"] * (len(cases) > 4)
             size = self._difference(shown[mutant][0]) if cases else None
             by = "" if size is None or size == torch.inf else f" (the output differs by {size:.2g})"
             severity, seen = FRAGILE if self._is_documented(mutant) else mutant.severity, f"seen in: {', '.join(names)}{by}"
             yield Finding(mutant.id, severity, mutant.name, mutant.advice, seen), _differing_places(shown[mutant])
-        same = [other for other in self.others if len(other) == len(mistakes)]
+        same = [other for other in self.trial.others if len(other) == len(mistakes)]
         others = sorted({" with ".join(m.name for m in other if m not in shown) for other in same})
-        if others and len(self.others) <= 4:
+        if others and len(self.trial.others) <= 4:
             places = {o.case.id for other in same for mutant in shown if mutant not in other for o in shown[mutant]}
             yield finding("same-numbers", others=", ".join(others)), places
 
@@ -284,8 +289,7 @@ class _Verdicts:
 
     def _shown(self, mutant: Mutant, failed: list[Outcome]) -> list[Outcome]:
         """The failed outcomes that this mistake alone makes wrong, or all if it shows only with another mistake."""
-        answer = self.judge.answer
-        return [outcome for outcome in failed if _differ(answer(outcome.inputs, (mutant,)), answer(outcome.inputs))] or failed
+        return [o for o in failed if _differ(search.answer(o.inputs, (mutant,)), search.answer(o.inputs))] or failed
 
     def _unexplained(self, failed: list[Outcome]) -> Iterator[Placed]:
         """Yield a finding for outcomes that no mutant explains."""
@@ -309,8 +313,8 @@ class _Verdicts:
 
     def _in_half_precision(self) -> Iterator[Placed]:
         """Yield one finding for each reason in half precision."""
-        faults = {case.id: self._fault(case)[0] for case in HALF if case in self.outcomes}
-        for reason in dict.fromkeys(filter(None, faults.values())):
+        faults = {check.id: check.reason for check in map(self._check, HALF) if check.status == FAILED}
+        for reason in dict.fromkeys(faults.values()):
             ids = [id for id, fault in faults.items() if fault == reason]
             yield finding("half-{case}", case=ids[0], cases=", ".join(ids), reason=reason), set(ids)
 
@@ -326,7 +330,7 @@ class _Verdicts:
     def _weights(self) -> Iterator[Placed]:
         """Yield a finding if the returned weights did not produce the output."""
         for outcome in self.trial.ordinary:
-            right = self.judge.answer(outcome.inputs).weights
+            right = search.answer(outcome.inputs).weights
             if outcome.weights is None or outcome.weights.numel() != right.numel():
                 continue
             got = outcome.weights.reshape(right.shape).double()
@@ -337,15 +341,11 @@ class _Verdicts:
 
     def _few_axes(self) -> Iterator[Placed]:
         """Yield a finding if it also computes something for (B, H, L, D), but is right only without heads."""
-        if self.wide is not None:
-            few, many = self.trial.way.layout.name, self.wide.way.layout.name
-            plain = [o for c, o in self.wide.outcomes.items() if not (c.is_extreme or c.mask or c.is_causal or c.kv_heads)]
-            names = [f"with {many}: {m.name}" for m in MUTANTS if self.judge.fits_all(plain, (m,))]
+        if (wide := self.trial.wide) is not None:
+            few, many = self.trial.way.layout.name, wide.way.layout.name
+            plain = [o for c, o in wide.outcomes.items() if not (c.is_extreme or c.mask or c.is_causal or c.kv_heads)]
+            names = [f"with {many}: {m.name}" for m in MUTANTS if search.fits_all(plain, (m,))]
             yield finding("few-axes", few=few, many=many, also="".join(names[:1])), set()
-
-
-def _is_finite(outcome: Outcome) -> bool:
-    return outcome.output is not None and bool(outcome.output.isfinite().all())
 
 
 def _differing_places(outcomes: list[Outcome]) -> set[str]:

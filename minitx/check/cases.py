@@ -67,6 +67,11 @@ class Case:
         """Return the stable id."""
         return stable_id(self.name)
 
+    @property
+    def may_raise(self) -> bool:
+        """Return whether it counts as not tried if it raises: it is in no stage, and larger than a batch of one."""
+        return not self.stage and (self.batch > 1 or self.rows > SIMPLE.rows)
+
 
 SIMPLE = Case("plain", 1)
 BLIND = Case("a query that sees nothing", 3, mask="nothing", is_extreme=True)
@@ -274,9 +279,7 @@ def results_of(result: Any, leaves: Mapping[str, Tensor], cotangent: Tensor) -> 
     results = dict(zip(("output", "weights"), result if isinstance(result, tuple) else (result,), strict=False))
     output = results["output"]
     if output.requires_grad and output.shape == cotangent.shape:
-        loss = (
-            output * cotangent.to(output.device, output.dtype)
-        ).sum()  # with a cotangent torch would import sympy, for 0.3 s
+        loss = (output * cotangent.to(output.device, output.dtype)).sum()  # given a cotangent, torch imports sympy, for 0.3 s
         gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
         results |= zip((f"gradient of {name}" for name in leaves), gradients, strict=True)
     return {name: tensor.detach().cpu() for name, tensor in results.items() if tensor is not None}
@@ -305,3 +308,13 @@ class Outcome:
     fault: str = ""
     refusal: NotTriedError | None = None
     changed: tuple[str, ...] = ()
+
+    @property
+    def is_finite(self) -> bool:
+        """Return whether there is an output, and all of it is finite."""
+        return self.output is not None and bool(self.output.isfinite().all())
+
+    @property
+    def is_loose(self) -> bool:
+        """Return whether rounding may be large: in extreme cases, and in float32."""
+        return self.case.is_extreme or (self.output is not None and self.output.dtype != torch.float64)

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minitx.check.calling import tensors_of
 from minitx.check.tensor_trace import LOW, Change, Function, Site, Step, Trace, matched, pattern
-from minitx.check.witness import tensors_of
 
 CLOSE = 1e-6
 """The largest relative error of a measured relation."""

@@ -5,22 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from minitx.check.called_model import (
-    CalledModel,
-    Stream,
-    decoder_signs,
-    draws_by_itself,
-    find_forms,
-    keep_mask,
-    limit_of,
-    with_form,
-)
+from minitx.check.called_model import CalledModel, Stream, draws_by_itself, keep_mask
 from minitx.check.calling import NotTriedError, fault_text, is_refusal
 from minitx.check.findings import finding
 from minitx.check.properties import FACTOR, Gap, compare, rounding, unit
@@ -82,7 +73,7 @@ class Examination:
             self.failed("call/finite", "not-finite")
             raise StopError("the output is not finite")
         self.passed("call/finite")
-        find_forms(called, self.inputs)
+        called.find_forms(self.inputs)
         if called.changed:
             self.failed("call/inputs", "changes-inputs", name=min(called.changed))
 
@@ -114,20 +105,33 @@ class Examination:
 
         Ids whose order along the first axis does not matter are (B, L): in a model of (L, B), the order of tokens matters.
         """
-        called, base = self.called, self.base
+        called, shape = self.called, self.base.shape[:2]
         if len(called.streams) != 1 or not called.has_positions or self.other_row()[0].is_rounding:
             return
         flipped = called.answer({name: value.flip(0) for name, value in self.inputs.items()}).flip(0)
         if called.stream.width is None and self.gap(flipped, self.base).is_rounding:
             return
+        other = replace(called, is_length_first=True)
+        other.find_forms(self.inputs)
+        if self._takes(other, lambda: self.base.shape[:2] == shape and self.other_row()[0].is_rounding):
+            self.note("length-first", NOTE if called.stream.width else FRAGILE)
+
+    def _settle_meanings(self) -> None:
+        """Invert the meaning of a mask if only the other meaning hides tokens."""
+        for stream in self.called.streams:
+            if stream.form is not None and not self.hides(stream):
+                other = self.called.with_form(stream, replace(stream.form, hides=not stream.form.hides))
+                self.turned += [stream.name] * self._takes(other, partial(self.hides, stream))
+
+    def _takes(self, called: CalledModel, is_right: Callable[[], bool]) -> bool:
+        """Call the model in another way if that is right. Return whether it is."""
+        before = self.called, self.base
         with suppress(Exception):
-            self.called = replace(called, is_length_first=True)
-            find_forms(self.called, self.inputs)
-            self.base = self.called.answer(self.inputs)
-            if self.base.shape[:2] == base.shape[:2] and self.other_row()[0].is_rounding:
-                self.note("length-first", NOTE if called.stream.width else FRAGILE)
-                return
-        self.called, self.base = called, base
+            self.called, self.base = called, called.answer(self.inputs)
+            if is_right():
+                return True
+        self.called, self.base = before
+        return False
 
     def other_row(self) -> tuple[Gap, dict[str, Tensor]]:
         """Return the gap in the other rows if row 1 is another row, and the inputs with that row."""
@@ -136,27 +140,23 @@ class Examination:
         still[1] = False
         return self.gap(self.called.answer(changed), self.base, still), changed
 
-    def _settle_meanings(self) -> None:
-        """Invert the meaning of a mask if only the other meaning hides tokens."""
-        for stream in self.called.streams:
-            if stream.form is None or self.hides(stream):
-                continue
-            called = self.called
-            self.called = with_form(called, stream, replace(stream.form, hides=not stream.form.hides))
-            if self.hides(stream):
-                self.turned.append(stream.name)
-            else:
-                self.called = called
-
     def hides(self, stream: Stream) -> bool:
         """Return whether tokens that the mask hides on the left change nothing."""
         with suppress(Exception):
             keep = keep_mask(self.inputs[stream.name], slice(max(1, stream.length // 3)))
-            changed = self.called.others(self.inputs, stream.name, ~keep)
-            first, second = (self.called.answer(tokens, {stream.name: keep}) for tokens in (self.inputs, changed))
-            still = keep if self.called.has_positions and stream.name == self.called.stream.name else self.whole
-            return bool(first[still].isfinite().all()) and self.gap(second, first, still).is_rounding
+            first, gap = self.unseen(stream, keep, ~keep)
+            return bool(first[self.still(stream, keep)].isfinite().all()) and gap.is_rounding
         return False
+
+    def unseen(self, stream: Stream, keep: Tensor, changed: Tensor, **options: Any) -> tuple[Tensor, Gap]:
+        """Return the output with the mask ``keep``, and its gap to the output with other tokens at ``changed``."""
+        others = self.called.others(self.inputs, stream.name, changed)
+        first, second = (self.called.answer(tokens, {stream.name: keep}, **options) for tokens in (self.inputs, others))
+        return first, self.gap(second, first, self.still(stream, keep))
+
+    def still(self, stream: Stream, keep: Tensor) -> Tensor:
+        """Return the positions or rows at which the output must not move if hidden tokens of a stream change."""
+        return keep if self.called.has_positions and stream.name == self.called.stream.name else self.whole
 
     # --- measurements
 
@@ -193,7 +193,7 @@ class Examination:
             NotImplementedError: the model does not read so many tokens.
         """
         called = self.called
-        length = min(limit_of(called.model) or LONG, LONG)
+        length = min(called.limit or LONG, LONG)
         inputs = called.draw(1, {called.stream.name: length})
         try:
             base = called.answer(inputs)
@@ -237,7 +237,7 @@ class Examination:
         """What is declared, a word of ``expect``, and by what. "": nothing is declared, so the model is only described."""
         if word := self.expect.removesuffix("relative").removesuffix(","):
             return word, "as declared"
-        signs = decoder_signs(self.called)
+        signs = self.called.decoder_signs()
         return "causal" * bool(signs), signs
 
     @property
@@ -308,10 +308,9 @@ class Examination:
         """Record a check that was not tried."""
         self.record(id, NOT_TRIED, reason)
 
-    def failed(self, check: str, key: Finding | str, gap: Gap | None = None, at: str = "", **words: Any) -> None:
-        """Record a check that failed, and its finding: a row of ``FINDINGS`` with ``words`` in it. ``at``: the end of the witness."""
-        words = {"severity": self.severity, "gap": gap, "exam": self} | words
-        found = key if isinstance(key, Finding) else finding(key, **words)
+    def failed(self, check: str, key: str, gap: Gap | None = None, at: str = "", **words: Any) -> None:
+        """Record a check that failed, and its finding in ``findings.toml``, with ``words`` in it. ``at``: the end of the witness."""
+        found = finding(key, **{"severity": self.severity, "gap": gap, "exam": self} | words)
         self.record(check, FAILED, found.fault, gap)
         self._add(replace(found, witness=(found.witness + at).removeprefix("; "), repeat=self._repeat(check)))
 

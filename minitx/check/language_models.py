@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from minitx.check import backward, behaviour, incremental, loss, padding, visibility
+from minitx.check import backward, behaviour, incremental, visibility
 from minitx.check.called_model import CannotBeCalledError, make_called
 from minitx.check.examination import Examination, StopError
 from minitx.check.results import Check, Finding, Report, Severity, Status
@@ -37,12 +37,12 @@ PROPERTIES: dict[str, Callable[[Examination], None]] = {
     "rows": visibility.rows,
     "causality": visibility.causality,
     "reach": visibility.reach,
-    "padding": padding.padding,
+    "padding": visibility.padding,
     "sizes": behaviour.sizes,
     "cache": incremental.cache,
-    "documents": padding.documents,
+    "documents": visibility.documents,
     "switches": behaviour.switches,
-    "loss": loss.loss,
+    "loss": backward.loss,
     "gradient": backward.gradient,
     "train-mode": behaviour.train_mode,
     "bfloat16": behaviour.bfloat16,

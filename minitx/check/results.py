@@ -19,13 +19,11 @@ A ``Report`` is printed as a table. ``Report.json`` is for graders: its ids stay
 from __future__ import annotations
 
 import json
-import math
 import re
 import textwrap
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any
 
 WIDTH = 100
 """The width of a list in the table, in characters."""
@@ -61,7 +59,7 @@ class Check:
     Attributes:
         id: a stable id, such as ``causal-with-a-cache``.
         status: whether it passed, failed, or was not tried.
-        reason: the reason why it failed or was not tried.
+        reason: the reason why it failed or was not tried. Of an argument that passed: its meaning.
         size: the largest difference from the correct result. None: nothing was compared.
         allowed: the difference that rounding explains.
     """
@@ -144,15 +142,13 @@ class Report:
         """Return the checks with this status."""
         return tuple(check for check in self.checks if check.status == status)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the report as plain data."""
-        points = None if self.points is None else dict(zip(("reached", "most"), self.points, strict=True))
-        first = None if self.mend_first is None else self.mend_first.id
-        return asdict(self) | {"version": VERSION, "is_right": self.is_right, "points": points, "mend_first": first}
-
     def json(self) -> str:
         """Return the report as JSON. A number that is not finite is written as text, "inf" or "nan"."""
-        return json.dumps(_finite(self.as_dict()), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        points = None if self.points is None else dict(zip(("reached", "most"), self.points, strict=True))
+        first = None if self.mend_first is None else self.mend_first.id
+        more = {"version": VERSION, "is_right": self.is_right, "points": points, "mend_first": first}
+        plain = json.loads(json.dumps(asdict(self) | more), parse_constant=lambda number: str(float(number)))
+        return json.dumps(plain, indent=1, ensure_ascii=False) + "\n"
 
     def __str__(self) -> str:
         rows = [f"{heading:<10} {text}".rstrip() for heading, text in self._lines()]
@@ -208,11 +204,3 @@ def _wrapped(heading: str, text: str) -> Iterator[tuple[str, str]]:
     """A long text in several rows."""
     for number, line in enumerate(textwrap.wrap(text, WIDTH)):
         yield ("" if number else heading), line
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from itertools import combinations, product
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from minitx.check.calling import QKV, NotTriedError
 from minitx.check.cases import BLIND, BLIND_MOVED, CASES, CAUSAL, OTHERS, SIMPLE, Case, Operands, Outcome, results_of
-from minitx.check.mutants import DEFINITION, MUTANTS, Mutant, attention_in_steps, unchanged
+from minitx.check.mutants import DEFINITION, MUTANTS, Mutant, attention_in_steps
 from minitx.check.subjects import AXES_2, AXES_3, HEADS_FIRST, Subject, Way
 
 Mistakes = tuple[Mutant, ...]
@@ -32,32 +34,42 @@ MANY = 6
 
 
 class Trial:
-    """The cases in one way of calling.
+    """The cases in one way of calling, and the mistakes that explain their outcomes.
 
     Attributes:
         is_causal: whether the attention is taken to hide later keys without a causal option.
         is_masked: whether a mask was passed, or there is no argument for one.
         outcomes: the outcomes of the cases that were run. not_tried: the reasons why others were not run.
+        mistakes: () if everything is right. None: no known mistakes explain the outcomes, or none were searched for.
+        others: other mistakes that give the same numbers.
+        wide: a trial with heads that was wrong, if the attention is right only for inputs with fewer axes.
     """
 
     def __init__(self, subject: Subject, way: Way, is_causal: bool = False, is_masked: bool = True) -> None:
         self.subject, self.way, self.is_causal, self.is_masked = subject, way, is_causal, is_masked
         self.outcomes: dict[Case, Outcome] = {}
         self.not_tried: dict[Case, NotTriedError] = {}
+        self.mistakes: Mistakes | None = None
+        self.others: list[Mistakes] = []
+        self.wide: Trial | None = None
         self.run(CASES)
 
-    def run(self, cases: Iterable[Case], optional: Sequence[Case] = ()) -> None:
-        """Run cases. A case without a stage or one of ``optional`` that raises counts as not tried."""
+    def run(self, cases: Iterable[Case]) -> None:
+        """Run cases."""
         for case in cases:
-            outcome = self.subject.outcome(self.way, case, is_always_causal=self.is_causal)
-            refusal, is_optional = outcome.refusal, case in optional or (case in CASES and case.stage == 0)
-            if outcome.output is None and is_optional and refusal is None:
+            outcome = self.outcome(case)
+            refusal = outcome.refusal
+            if outcome.output is None and case.may_raise and refusal is None:
                 refusal = NotTriedError(f"it raises {outcome.fault}")
-            if refusal is not None:
+            if refusal is None:
+                self.outcomes[case] = outcome
+            else:
                 self.not_tried[case] = refusal
-                continue
-            inputs = outcome.inputs.always_causal if self.is_causal else outcome.inputs
-            self.outcomes[case] = replace(outcome, case=case, inputs=inputs)
+
+    def outcome(self, case: Case) -> Outcome:
+        """Run one case in this way."""
+        outcome = self.subject.outcome(self.way, case, is_always_causal=self.is_causal)
+        return replace(outcome, case=case, inputs=outcome.inputs.always_causal if self.is_causal else outcome.inputs)
 
     @property
     def ordinary(self) -> list[Outcome]:
@@ -70,17 +82,34 @@ class Trial:
         return [o for case, o in self.outcomes.items() if case.is_extreme and not case.dtypes and case is not BLIND_MOVED]
 
     @property
+    def is_right(self) -> bool:
+        """Return whether all ordinary outcomes are those of the definition."""
+        return fits_all(self.ordinary)
+
+    @property
     def oddity(self) -> tuple[bool, bool, int, int]:
         """Return a sort key: usual ways of calling, and ways that raise no error, come first."""
         is_hiding = self.way.form is not None and self.way.form.hides
         raising = sum(outcome.output is None for outcome in self.outcomes.values())
         return is_hiding, self.is_causal, raising, -len(self.outcomes)
 
+    def passes(self, outcome: Outcome) -> bool:
+        """Return whether an outcome is right. A query that sees nothing may get any finite output that hidden values do not change."""
+        return outcome.is_finite and not self.is_moved if outcome.case is BLIND else fits(outcome)
+
+    @property
+    def is_moved(self) -> bool:
+        """Return whether hidden values change the output of a query that sees nothing."""
+        outcomes = [self.outcomes[case] for case in (BLIND, BLIND_MOVED) if case in self.outcomes]
+        pair = [(outcome.output, outcome.inputs.allowed) for outcome in outcomes]
+        parts = [x.transpose(1, 2)[~allowed.any(-1)[:, 0]] for x, allowed in pair if x is not None and allowed is not None]
+        return len(parts) == 2 and not are_close(parts[1], parts[0].double(), is_loose=True)
+
 
 class Expected:
     """Attention with mistakes: its output (None if it raises) and its gradients, computed when needed."""
 
-    def __init__(self, inputs: Operands, mistakes: Mistakes) -> None:
+    def __init__(self, inputs: Operands, mistakes: Mistakes = ()) -> None:
         steps = replace(DEFINITION, **{name: step for mutant in mistakes for name, step in mutant.instead.items()})
         self._attention = partial(attention_in_steps, allowed=inputs.allowed, is_causal=inputs.is_causal, steps=steps)
         self._inputs = inputs
@@ -97,61 +126,33 @@ class Expected:
         return tuple(results.get(f"gradient of {role}", torch.zeros_like(leaf)) for role, leaf in leaves.items())
 
 
-_expected = lru_cache(maxsize=8192)(Expected)
+answer = lru_cache(maxsize=8192)(Expected)
 """``Expected``, remembered also between checks: a drawn input is the same object in all of them."""
 
 
-@dataclass
-class Judge:
-    """Compares outcomes with ``attention_in_steps``, and remembers what fits."""
-
-    dtype: torch.dtype
-    known: dict[tuple[Outcome, Mistakes], bool] = field(default_factory=dict)
-
-    def answer(self, inputs: Operands, mistakes: Mistakes = ()) -> Expected:
-        """Return the result of attention with these mistakes."""
-        return _expected(inputs, tuple(mutant for mutant in mistakes if _matters(mutant, inputs)))
-
-    def fits(self, outcome: Outcome, mistakes: Mistakes = ()) -> bool:
-        """Return whether attention with these mistakes gives this outcome."""
-        key = outcome, mistakes
-        if key not in self.known:
-            self.known[key] = self.fits_output(*key) and self._fits_gradients(*key)
-        return self.known[key]
-
-    def _is_loose(self, outcome: Outcome) -> bool:
-        return outcome.case.is_extreme or self.dtype != torch.float64
-
-    def fits_output(self, outcome: Outcome, mistakes: Mistakes = ()) -> bool:
-        """Return whether attention with these mistakes gives this output, whatever the gradients are."""
-        expected = self.answer(outcome.inputs, mistakes)
-        if outcome.output is None or expected.output is None:
-            return outcome.output is None and expected.output is None and outcome.fault.startswith("RuntimeError")
-        return are_close(outcome.output, expected.output, self._is_loose(outcome))
-
-    def _fits_gradients(self, outcome: Outcome, mistakes: Mistakes) -> bool:
-        if outcome.output is None or not outcome.has_inner_gradients or outcome.case.is_extreme or outcome.output.isnan().any():
-            return True
-        pairs = zip(outcome.gradients, self.answer(outcome.inputs, mistakes).gradients, strict=True)
-        return all(are_close(got, want, self._is_loose(outcome)) for got, want in pairs)
-
-    def share(self, outcomes: Sequence[Outcome], is_graded: bool) -> float:
-        """Return the share of right outcomes, or of right outputs whatever the gradients are."""
-        return sum(map(self.fits if is_graded else self.fits_output, outcomes)) / len(outcomes)
-
-    def fits_all(self, outcomes: Iterable[Outcome], mistakes: Mistakes = ()) -> bool:
-        """Return whether attention with these mistakes gives all outcomes."""
-        return all(self.fits(outcome, mistakes) for outcome in outcomes)
+def fits(outcome: Outcome, mistakes: Mistakes = ()) -> bool:
+    """Return whether attention with these mistakes gives this outcome."""
+    return fits_output(outcome, mistakes) and _fits_gradients(outcome, mistakes)
 
 
-def _matters(mutant: Mutant, inputs: Operands) -> bool:
-    """Whether a mistake can show with such inputs."""
-    idle = set() if inputs.key.shape[1] < inputs.query.shape[1] else {"group"}
-    idle |= set() if inputs.is_causal else {"causal"}
-    idle |= set() if inputs.allowed is not None else {"mask"}
-    if not inputs.is_causal and inputs.allowed is None:
-        idle |= {"hide"} | ({"after"} if mutant.instead.get("after") is unchanged else set())
-    return not set(mutant.instead) <= idle
+def fits_output(outcome: Outcome, mistakes: Mistakes = ()) -> bool:
+    """Return whether attention with these mistakes gives this output, whatever the gradients are."""
+    expected = answer(outcome.inputs, mistakes)
+    if outcome.output is None or expected.output is None:
+        return outcome.output is None and expected.output is None and outcome.fault.startswith("RuntimeError")
+    return are_close(outcome.output, expected.output, outcome.is_loose)
+
+
+def _fits_gradients(outcome: Outcome, mistakes: Mistakes) -> bool:
+    if outcome.output is None or not outcome.has_inner_gradients or outcome.case.is_extreme or outcome.output.isnan().any():
+        return True
+    pairs = zip(outcome.gradients, answer(outcome.inputs, mistakes).gradients, strict=True)
+    return all(are_close(got, want, outcome.is_loose) for got, want in pairs)
+
+
+def fits_all(outcomes: Iterable[Outcome], mistakes: Mistakes = ()) -> bool:
+    """Return whether attention with these mistakes gives all outcomes."""
+    return all(fits(outcome, mistakes) for outcome in outcomes)
 
 
 def are_close(got: Tensor, want: Tensor, is_loose: bool = False) -> bool:
@@ -166,19 +167,19 @@ def are_close(got: Tensor, want: Tensor, is_loose: bool = False) -> bool:
 # --- ways of calling
 
 
-def trials(subject: Subject, judge: Judge, meaning: str | None, faults: dict[str, None]) -> Iterator[Trial]:
+def trials(subject: Subject, meaning: str | None, faults: dict[str, None]) -> Iterator[Trial]:
     """Yield a trial for each way of calling that works. ``faults`` collects the reasons why others do not.
 
     If the plain case is right in one way, other orders of arguments and axes are not tried. A way with guesses must be right.
     """
     for way in subject.ways():
         plain = subject.outcome(way, SIMPLE)
-        is_right = any(judge.fits(replace(plain, inputs=inputs)) for inputs in (plain.inputs, plain.inputs.always_causal))
+        is_right = any(fits(replace(plain, inputs=inputs)) for inputs in (plain.inputs, plain.inputs.always_causal))
         if plain.output is None or (way.guessed and not is_right):
             faults[plain.fault or f"no value is known for {', '.join(way.guessed)}: add a default"] = None
             continue
-        way = _with_causal(subject, judge, way)
-        masked = list(_masked(subject, judge, way, meaning, faults))
+        way = _with_causal(subject, way)
+        masked = list(_masked(subject, way, meaning, faults))
         is_masked = bool(masked) or way.mask is None
         for chosen in masked or [way]:
             yield Trial(subject, chosen, is_masked=is_masked)
@@ -188,7 +189,7 @@ def trials(subject: Subject, judge: Judge, meaning: str | None, faults: dict[str
             return
 
 
-def _with_causal(subject: Subject, judge: Judge, way: Way) -> Way:
+def _with_causal(subject: Subject, way: Way) -> Way:
     """The way without a causal option that raises, or with an option that is causal, though its name does not show it."""
     if way.causal is not None:
         outcome = subject.outcome(way, CAUSAL)
@@ -197,10 +198,10 @@ def _with_causal(subject: Subject, judge: Judge, way: Way) -> Way:
         return way if outcome.output is not None else replace(way, causal=None)
     options = [name for name in subject.without_role() if subject.arguments.defaults[name] is False]
     causal = (replace(way, causal=name) for name in options)
-    return next((other for other in causal if judge.fits(subject.outcome(other, CAUSAL))), way)
+    return next((other for other in causal if fits(subject.outcome(other, CAUSAL))), way)
 
 
-def _masked(subject: Subject, judge: Judge, way: Way, meaning: str | None, faults: dict[str, None]) -> Iterator[Way]:
+def _masked(subject: Subject, way: Way, meaning: str | None, faults: dict[str, None]) -> Iterator[Way]:
     """Yield a way for each form of a mask that is accepted. A mask whose name does not show it must be right."""
     is_full = False  # a mask for each query of each sequence is accepted
     ordinary = [case for case in CASES if case.mask and not case.is_extreme and not case.is_causal]
@@ -211,7 +212,7 @@ def _masked(subject: Subject, judge: Judge, way: Way, meaning: str | None, fault
         raised = {outcome.fault: None for outcome in outcomes if outcome.output is None}
         faults.update(raised if subject.mask else {})
         is_accepted = bool(outcomes) and not raised and _means_the_same(subject, masked, outcomes[0])
-        if is_accepted and (masked.mask == subject.mask or judge.fits_all(outcomes)):
+        if is_accepted and (masked.mask == subject.mask or fits_all(outcomes)):
             is_full |= masked.kind == "cells"
             yield masked
 
@@ -227,53 +228,45 @@ def _means_the_same(subject: Subject, way: Way, outcome: Outcome) -> bool:
 # --- mistakes
 
 
-@dataclass(frozen=True, eq=False)
-class Diagnosis:
-    """The way of calling, and the mistakes that explain all ordinary outcomes.
-
-    Attributes:
-        mistakes: () if everything is right. None: no known mistakes explain the outcomes.
-        others: other mistakes that give the same numbers.
-        wide: a trial with heads that was wrong, if the attention is right only for inputs with fewer axes.
-    """
-
-    trial: Trial
-    mistakes: Mistakes | None
-    others: tuple[Mistakes, ...] = ()
-    wide: Trial | None = None
-
-
-def diagnose(judge: Judge, trials: Iterable[Trial]) -> Diagnosis | None:
-    """Return the diagnosis with the fewest mistakes, or None without trials."""
+def diagnose(trials: Iterable[Trial]) -> Trial | None:
+    """Return the trial with the fewest mistakes, or None without trials."""
     tried: list[Trial] = []
     for trial in trials:
         tried.append(trial)
-        if trial.is_masked and judge.fits_all(trial.ordinary):
-            diagnosis = Diagnosis(trial, ())
+        if trial.is_masked and trial.is_right:
+            trial.mistakes = ()
             break
     else:
         if not tried:
             return None
-        diagnosis = _best(judge, tried)
-    has_few_axes = diagnosis.trial.way.layout in (AXES_2, AXES_3)
-    return replace(diagnosis, wide=next((t for t in tried if has_few_axes and t.way.layout is HEADS_FIRST), None))
+        trial = _best(tried)
+    has_few_axes = trial.way.layout in (AXES_2, AXES_3)
+    trial.wide = next((t for t in tried if has_few_axes and t.way.layout is HEADS_FIRST), None)
+    return trial
 
 
-def _best(judge: Judge, tried: list[Trial]) -> Diagnosis:
-    """The diagnosis with the fewest mistakes, if no trial is right."""
+def _best(tried: list[Trial]) -> Trial:
+    """The trial with the fewest mistakes, if none is right."""
+
+    def share(trial: Trial, is_right: Callable[[Outcome], bool]) -> float:
+        return sum(map(is_right, trial.ordinary)) / len(trial.ordinary)
+
     tried = [trial for trial in tried if trial.is_masked] or tried
-    tried = sorted(tried, key=lambda t: (*(-judge.share(t.ordinary, is_graded) for is_graded in (True, False)), t.oddity))
-    if judge.fits_all(tried[0].ordinary):
-        return Diagnosis(tried[0], ())
+    tried = sorted(tried, key=lambda t: (-share(t, fits), -share(t, fits_output), t.oddity))
+    if tried[0].is_right:
+        tried[0].mistakes = ()
+        return tried[0]
     for count, is_strict in product((1, 2), (True, False)):
         candidates, possible = tried[: MANY if count > 1 else None], _of_different_steps(MUTANTS, count)
-        explained = [(trial, m) for trial in candidates for m in _explaining(judge, possible, trial, is_strict)]
+        explained = [(trial, m) for trial in candidates for m in _explaining(possible, trial, is_strict)]
         if explained:
-            hits = {entry: sum(judge.fits(o, entry[1]) for o in entry[0].extreme) for entry in explained}
+            hits = {entry: sum(fits(o, entry[1]) for o in entry[0].extreme) for entry in explained}
             best = min(explained, key=lambda entry: (entry[0].oddity, -hits[entry], sum(not m.is_extreme for m in entry[1])))
-            rest = [entry for entry in explained if entry[0] is best[0] and entry is not best and hits[entry] == hits[best]]
-            return Diagnosis(*best, tuple(mistakes for _, mistakes in rest))
-    return Diagnosis(tried[0], None)
+            equal = [mistakes for trial, mistakes in explained if trial is best[0] and hits[trial, mistakes] == hits[best]]
+            best[0].mistakes = best[1]
+            best[0].others = [mistakes for mistakes in equal if mistakes is not best[1]]
+            return best[0]
+    return tried[0]
 
 
 def _of_different_steps(mutants: Sequence[Mutant], count: int) -> list[Mistakes]:
@@ -282,56 +275,39 @@ def _of_different_steps(mutants: Sequence[Mutant], count: int) -> list[Mistakes]
     return [several for several in chosen if count == 1 or not set(several[0].instead) & set(several[1].instead)]
 
 
-def _explaining(judge: Judge, possible: Iterable[Mistakes], trial: Trial, is_strict: bool) -> list[Mistakes]:
+def _explaining(possible: Iterable[Mistakes], trial: Trial, is_strict: bool) -> list[Mistakes]:
     """The mistakes that give all ordinary outcomes, or all but those that raise, if ``is_strict`` is False and one raises.
 
     Wrong outcomes are compared first, because they exclude most mistakes.
     """
     chosen = trial.ordinary if is_strict else [outcome for outcome in trial.ordinary if outcome.output is not None]
-    if not is_strict and (len(chosen) == len(trial.ordinary) or judge.fits_all(chosen)):
+    if not is_strict and (len(chosen) == len(trial.ordinary) or fits_all(chosen)):
         return []
-    ordered = sorted(chosen, key=judge.fits)
+    ordered = sorted(chosen, key=fits)
     # attention that is taken to be causal ignores no option, and a layer may have its own norm
-    senseless = ["causal ignored"] * trial.is_causal + [
-        "cosine of query and key",
-        "cosine without scale",
-    ] * trial.subject.is_layer
+    norms = ["cosine of query and key", "cosine without scale"]
+    senseless = [*["causal ignored"] * trial.is_causal, *norms * trial.subject.is_layer]
     sensible = (m for m in possible if not any(mutant.name in senseless for mutant in m))
-    return [mistakes for mistakes in sensible if judge.fits_all(ordered, mistakes)]
+    return [mistakes for mistakes in sensible if fits_all(ordered, mistakes)]
 
 
-def further_mistakes(judge: Judge, trial: Trial, mistakes: Mistakes) -> Mistakes:
+def further_mistakes(trial: Trial, mistakes: Mistakes) -> Mistakes:
     """Return the mistakes in other steps that explain the extreme outcomes, or as many of them as possible."""
-    failed = [o for o in trial.extreme if not passes(judge, trial, o) and not judge.fits(o, mistakes)]
+    failed = [o for o in trial.extreme if not trial.passes(o) and not fits(o, mistakes)]
     taken = {step for mutant in mistakes for step in mutant.instead}
     mild = [mutant for mutant in MUTANTS if mutant.is_extreme and not taken & set(mutant.instead)] if failed else []
     best, chosen = (0, 0), Mistakes()
     for more in _of_different_steps(mild, 1) + _of_different_steps(mild, 2):
-        hits = (sum(judge.fits(o, mistakes + more) for o in failed), sum(judge.fits(o, mistakes + more) for o in trial.extreme))
-        if hits[0] and hits > best and judge.fits_all(trial.ordinary, mistakes + more):
+        hits = (sum(fits(o, mistakes + more) for o in failed), sum(fits(o, mistakes + more) for o in trial.extreme))
+        if hits[0] and hits > best and fits_all(trial.ordinary, mistakes + more):
             best, chosen = hits, more
     return chosen
-
-
-def passes(judge: Judge, trial: Trial, outcome: Outcome) -> bool:
-    """Return whether an outcome is right. A query that sees nothing may get any finite output that hidden values do not change."""
-    if outcome.case is BLIND:
-        return outcome.output is not None and bool(outcome.output.isfinite().all()) and not is_moved(trial)
-    return judge.fits(outcome)
-
-
-def is_moved(trial: Trial) -> bool:
-    """Return whether hidden values change the output of a query that sees nothing."""
-    outcomes = [trial.outcomes[case] for case in (BLIND, BLIND_MOVED) if case in trial.outcomes]
-    pair = [(outcome.output, outcome.inputs.allowed) for outcome in outcomes]
-    parts = [x.transpose(1, 2)[~allowed.any(-1)[:, 0]] for x, allowed in pair if x is not None and allowed is not None]
-    return len(parts) == 2 and not are_close(parts[1], parts[0].double(), is_loose=True)
 
 
 # --- more than the definition
 
 
-def beyond(judge: Judge, trial: Trial) -> str:
+def beyond(trial: Trial) -> str:
     """Return what the attention does beyond the definition, or an empty string: nothing that its weights show, or a mistake.
 
     The weights are computed from the outputs and the values. They show more than the definition if the output of a query is a mean of
@@ -339,23 +315,26 @@ def beyond(judge: Judge, trial: Trial) -> str:
     they can show a window.
     """
     plain = [o for o in trial.ordinary if not (o.case.mask or o.case.is_causal)]
-    failed = next((outcome for outcome in plain if not judge.fits(outcome)), None)
+    failed = next((outcome for outcome in plain if not fits(outcome)), None)
     if failed is None or dependences(trial):
         return ""
     case, width, inputs = failed.case, failed.inputs.value.shape[-1], failed.inputs
     if case.keys > width:  # with more keys than the width, the values do not determine the weights
         case = replace(case, rows=width, keys=width) if trial.subject.is_layer else replace(case, value_width=case.keys)
-        failed = trial.subject.outcome(trial.way, case)
-        inputs = failed.inputs.always_causal if trial.is_causal else failed.inputs
-    weights, right = _weights(failed), judge.answer(inputs).weights
+        failed = trial.outcome(case)
+        inputs = failed.inputs
+    weights, right = _weights(failed), answer(inputs).weights
     if weights is None or are_close(weights, right) or weights[right == 0].abs().gt(TIGHT).any():
         return ""
     totals, visible = weights.sum(-1, keepdim=True), (weights.abs() > NONE * weights.abs().amax(-1, keepdim=True)) & (right > 0)
     square = visible[0, ..., case.keys - case.rows :]
     is_window = bool((visible == visible[0]).all() and square.diagonal(0, -2, -1).all())  # each query sees its own key
     is_window &= not square.triu(1).any() or torch.equal(square, square.mT)
-    if is_window and are_close(weights, right * visible / (right * visible).sum(-1, keepdim=True)):
-        return "before the softmax, it hides keys by itself, as a window does"
+    count, hidden = visible.sum(-1), right.masked_fill(visible, 0.0)
+    is_top_k = bool((count == (right > 0).sum(-1).clamp(max=count.max())).all())
+    is_top_k &= bool((hidden.amax(-1) < right.where(visible, 1.0).amin(-1)).all())
+    if (is_window or is_top_k) and are_close(weights, right * visible / (right * visible).sum(-1, keepdim=True)):
+        return f"before the softmax, it hides keys by itself, as {'a window' if is_window else 'top-k'} does"
     if failed.case.id != SIMPLE.id or not (weights.abs().sum(-1) > LOOSE).all():
         return ""
     if (weights[visible] < 0).any() or not (are_close(totals, torch.ones_like(totals)) or are_close(weights, right * totals)):
@@ -380,11 +359,12 @@ def _weights(outcome: Outcome) -> Tensor | None:
     return weights if are_close(weights @ value, output) else None
 
 
-def dependences(trial: Trial) -> list[str]:
-    """Return sentences about forbidden dependences of the output."""
-    first, sentences = trial.outcomes[SIMPLE].output, []
+def dependences(trial: Trial, options: Mapping[str, Any] = MappingProxyType({})) -> list[str]:
+    """Return sentences about forbidden dependences of the output. ``options``: further arguments."""
+    sentences = []
     for part, others, rest in (("sequence", "the first sequence", 0), ("head", "the other heads", (slice(None), slice(-1)))):
-        again = None if trial.subject.is_layer else trial.subject.outcome(trial.way, OTHERS[part]).output
+        cases = [replace(case, name=f"{case.name} {options}", options=options) for case in (SIMPLE, OTHERS[part])]
+        first, again = (None if trial.subject.is_layer else trial.outcome(case).output for case in cases)
         if first is not None and again is not None and not are_close(again[rest], first[rest].double(), is_loose=True):
             sentences.append(f"the {OTHERS[part].name} changes the output of {others}")
     return sentences

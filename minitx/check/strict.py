@@ -18,17 +18,18 @@ Leave out the parameters that the function does not support. Cases that need the
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from minitx.check.calling import QKV, MaskForm
+from minitx.check.calling import QKV, Device, MaskForm
 from minitx.check.cases import Case, by_definition, kernel_cases
 from minitx.check.reference import dtype_name, gradient_sizes, tolerance
-from minitx.check.results import Check, Finding, Severity, Status
+from minitx.check.results import FAILED, NOT_TRIED, PASSED, WRONG, Check, Finding
 from minitx.check.subjects import HEADS_FIRST, Layout, Subject, Way
 
 
@@ -42,9 +43,7 @@ class _AsGiven(MaskForm):
 VIEWS = Layout("views of (B, L, H, D)", lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), lambda x, heads: x)
 
 
-def check_cases(
-    kernel: Callable[..., Any], chosen: Iterable[Case] | None = None, device: torch.device | str = "cpu"
-) -> list[Check]:
+def check_cases(kernel: Callable[..., Any], chosen: Iterable[Case] | None = None, device: Device = "cpu") -> list[Check]:
     """Run cases with ``kernel``, in their dtypes.
 
     Args:
@@ -68,35 +67,29 @@ def check_cases(
         needed = [*case.options, *["attn_mask"] * bool(has_mask), *["is_causal"] * case.is_causal]
         missing = [] if takes_all else [name for name in needed if name not in parameters]
         for dtype in case.dtypes:
-            check = Check(f"{case.id}/{dtype_name(dtype)}", Status.NOT_TRIED, f"no parameter {', '.join(missing)}")
+            check = Check(f"{case.id}/{dtype_name(dtype)}", NOT_TRIED, f"no parameter {', '.join(missing)}")
             checks.append(check if missing else _judged(subject, replace(case, dtypes=(dtype,)), check.id, dtype))
     return checks
 
 
-def findings_of(checks: Iterable[Check]) -> list[Finding]:
-    """Return a finding for each case that failed in some dtype."""
-    failed: dict[str, list[Check]] = {}
-    for check in checks:
-        if check.status == Status.FAILED:
-            failed.setdefault(check.id.partition("/")[0], []).append(check)
-    findings = []
-    for case, results in failed.items():
+def findings_of(checks: Iterable[Check]) -> Iterator[Finding]:
+    """Yield a finding for each case that failed in some dtype."""
+    failed = [check for check in checks if check.status == FAILED]
+    for case, group in groupby(failed, key=lambda check: check.id.partition("/")[0]):
+        results = list(group)
         worst = max(results, key=lambda check: check.size or 0.0)
         fault = f"case {case}, {', '.join(check.id.partition('/')[2] for check in results)}: {worst.reason}"
         witness = "" if worst.size is None else f"error {worst.size:.2e}, allowed {worst.allowed:.2e}"
-        findings.append(Finding(case, Severity.WRONG, fault, witness=witness))
-    return findings
+        yield Finding(case, WRONG, fault, witness=witness)
 
 
-def compared(
-    name: str, got: Tensor | None, want: Tensor, low: Tensor, dtype: torch.dtype, size: float = 0.0, factor: float = 1.0
-) -> tuple[str, float | None, float | None]:
-    """Return a fault ("": none), the error, and the error that ``factor`` · ``tolerance`` allows."""
+def compared(id: str, name: str, got: Tensor | None, want: Tensor, allowed: float, dtype: torch.dtype) -> Check:
+    """Return the check of a result. ``want``: the definition. ``allowed``: the largest error. ``dtype``: the dtype to expect."""
     if got is None or got.shape != want.shape or got.dtype != dtype:
-        return f"{name} is {'missing' if got is None else f'{dtype_name(got.dtype)} of shape {tuple(got.shape)}'}", None, None
+        kind = "missing" if got is None else f"{dtype_name(got.dtype)} of shape {tuple(got.shape)}"
+        return Check(id, FAILED, f"{name} is {kind}")
     error = (got.double() - want).abs().nan_to_num(torch.inf).max().item()
-    allowed = factor * tolerance(want, low, dtype, size)
-    return "" if error <= allowed else f"{name} is inexact", error, allowed
+    return Check(id, *((PASSED, name) if error <= allowed else (FAILED, f"{name} is inexact")), error, allowed)
 
 
 def _judged(subject: Subject, case: Case, id: str, dtype: torch.dtype) -> Check:
@@ -108,10 +101,9 @@ def _judged(subject: Subject, case: Case, id: str, dtype: torch.dtype) -> Check:
     again = subject.outcome(replace(way, layout=HEADS_FIRST), replace(case, is_reused=True))
     if fault := outcome.fault or again.fault:
         is_refused = fault.startswith("NotImplementedError")
-        text = f"refused: {fault.partition(': ')[2]}" if is_refused else fault
-        return Check(id, Status.NOT_TRIED if is_refused else Status.FAILED, text)
+        return Check(id, *((NOT_TRIED, f"refused: {fault.partition(': ')[2]}") if is_refused else (FAILED, fault)))
     if changed := outcome.changed or again.changed:
-        return Check(id, Status.FAILED, f"it changes {changed[0]} in place")
+        return Check(id, FAILED, f"it changes {changed[0]} in place")
     inputs, wide = outcome.inputs, torch.float32 if dtype == torch.float64 else dtype
     want, low = (by_definition(inputs, dtype, precision, is_graded=True) for precision in (torch.float64, wide))
     got = dict(zip(("output", "weights"), (outcome.output, outcome.weights), strict=True))
@@ -124,15 +116,15 @@ def _judged(subject: Subject, case: Case, id: str, dtype: torch.dtype) -> Check:
     names = (name for name in (*want, "output without gradients") if name != "weights" or "need_weights" in case.options)
     results = []
     for name in case.judged or names:
-        key = "output" if name not in want else name
-        fault, size, allowed = compared(name, got.get(name), want[key], low[key], dtype, sizes.get(name, float("of" in name)))
-        if (
-            name == "spread" and outcome.output is not None and size is not None
-        ):  # Σ_j p_j² dropout_p / (1 - dropout_p) is the variance for values of 1
+        key, result = "output" if name not in want else name, got.get(name)
+        allowed = tolerance(want[key], low[key], dtype, sizes.get(name, float("of" in name)))
+        check = compared(id, name, result, want[key], allowed, dtype)
+        if name == "spread" and result is not None and check.size is not None:
+            # for values of 1, the variance is Σ_j p_j² dropout_p / (1 - dropout_p)
             share = case.options["dropout_p"]
             variance = want["weights"].square().sum(-1, keepdim=True) * share / (1 - share)
-            size, allowed = abs(((outcome.output.double() - 1.0).square() / variance).mean().item() - 1.0), 0.5
-            fault = "" if size <= allowed else "the spread of the output is another"
-        results.append(Check(id, Status.FAILED if fault else Status.PASSED, fault or name, size, allowed))
-    failed = [result for result in results if result.status == Status.FAILED]
-    return (failed or [max(results, key=lambda result: (result.size or 0.0) / (result.allowed or 1.0))])[0]
+            size = abs(((result.double() - 1.0).square() / variance).mean().item() - 1.0)
+            check = Check(id, *((PASSED, name) if size <= 0.5 else (FAILED, "the spread of the output is another")), size, 0.5)
+        results.append(check)
+    failed = [check for check in results if check.status == FAILED]
+    return (failed or [max(results, key=lambda check: (check.size or 0.0) / (check.allowed or 1.0))])[0]

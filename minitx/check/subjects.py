@@ -11,28 +11,30 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode  # documented in torch's notes on extending it
 
 from minitx.check import calling
 from minitx.check.calling import (
     QKV,
-    ROLE_NAMES,
+    Device,
     DoesNotApplyError,
     MaskForm,
     NotTriedError,
     ReturnError,
+    Watch,
     choices,
-    fault_text,
+    copied,
     need,
 )
 from minitx.check.cases import HEADS, WIDTH, Case, Operands, Outcome, drawn, results_of
-from minitx.check.copying import copied
 
 MEANINGS = (
     *(MaskForm(dtype) for dtype in (torch.bool, torch.int, torch.float64)),
     MaskForm(torch.float64, added=-torch.inf),
     *(MaskForm(dtype, hides=True) for dtype in (torch.bool, torch.float64)),
 )
+OF_KEYS: Mapping[Any, Callable[[int], Any]] = {"S": lambda S: S, "2S": lambda S: 2 * S, "(S, S)": lambda S: (S, S)}
+"""Values that depend on the number of keys: a window or top-k of this size hides nothing."""
+
 PADDING, FOUR_AXES, THREE_AXES = ("B--S", "B11S"), ("B1LS", "BHLS", "B-LS", "--LS", "B--S"), ("NHLS", "--LS", "NH-S")
 
 
@@ -128,12 +130,15 @@ class Subject:
 
     Attributes:
         width: the width of all heads.
-        is_adapted: whether the function takes query, key, value and a bool mask by position, as an adapter does.
+        layouts: the layouts to try. mask_axes: the shapes of masks. Empty: those of the layout. meanings: the forms of masks.
     """
 
-    is_layer, is_adapted, width = False, False, HEADS * WIDTH
+    is_layer, width = False, HEADS * WIDTH
+    layouts: Sequence[Layout] = (HEADS_FIRST, AXES_3, LENGTH_FIRST, AXES_2)
+    mask_axes: Sequence[str] = ()
+    meanings: Sequence[MaskForm] = MEANINGS
 
-    def __init__(self, function: Any, dtype: torch.dtype, device: torch.device | str, seed: int) -> None:
+    def __init__(self, function: Any, dtype: torch.dtype, device: Device, seed: int) -> None:
         self.function, self.dtype, self.device, self.seed = function, dtype, device, seed
         self.name = getattr(function, "__name__", type(function).__name__)
         self.arguments = calling.read_arguments(function)
@@ -150,9 +155,7 @@ class Subject:
     def orders(self) -> Iterator[dict[str, str]]:
         """Yield possible roles of the inputs: by their names, or else every order of three required arguments."""
         arguments, roles = self.arguments, self.arguments.roles
-        if self.is_adapted:
-            yield dict(zip(QKV, arguments.names, strict=False))
-        elif all(role in roles for role in QKV):
+        if all(role in roles for role in QKV):
             yield {role: roles[role] for role in QKV}
         elif "x" in roles:
             yield {"x": roles["x"]}
@@ -163,37 +166,43 @@ class Subject:
 
     def places(self) -> Iterator[tuple[Layout, Inner]]:
         """Yield the layouts of inputs, and how projections become heads."""
-        layouts = [HEADS_FIRST] if self.is_adapted else [HEADS_FIRST, AXES_3, LENGTH_FIRST, AXES_2]
-        yield from ((layout, Inner()) for layout in layouts + [WHOLE] * ("heads" in self.arguments.roles))
+        yield from ((layout, Inner()) for layout in (*self.layouts, *[WHOLE] * ("heads" in self.arguments.roles)))
 
     def ways(self) -> Iterator[Way]:
         """Yield ways to call it without a mask, the most likely first."""
         arguments = self.arguments
         for order, (layout, inner) in product(self.orders(), self.places()):
-            rest = [name for name in arguments.required if name not in order.values()]
-            guessed = tuple(name for name in rest if arguments.role_of(name) is None)
             width, heads = self.width // inner.heads, inner.heads
             known = {"heads": heads, "width": width, "embed": self.width, "dropout": 0.0, "causal": False}
-            guesses = (None, width, heads, self.width)
-            fixed = {name: guesses if name in guessed else (known.get(arguments.role_of(name) or ""),) for name in rest}
+            roles = {name: arguments.role_of(name) for name in arguments.required if name not in order.values()}
+            guesses = (None, *OF_KEYS, width, heads, self.width)
+            tried = {name: (known.get(role),) if role else guesses for name, role in roles.items()}
             if layout is WHOLE:
-                fixed[arguments.roles["heads"]] = (heads,)
-            for values in choices(fixed):
-                yield Way(order, values, guessed, layout, self.mask, causal=self.causal, inner=inner)
+                tried[arguments.roles["heads"]] = (heads,)
+            limits = {name: (None, *OF_KEYS) for name in self.without_role() if is_limit(arguments.defaults[name])}
+            for values in choices(tried | limits):
+                fixed = {name: value for name, value in values.items() if name not in limits or value}  # None: the default
+                guessed = tuple(name for name in fixed if arguments.role_of(name) is None)
+                yield Way(order, fixed, guessed, layout, self.mask, causal=self.causal, inner=inner)
 
     def mask_ways(self, way: Way, meaning: str | None) -> Iterator[Way]:
         """Yield a way for each form of a mask. ``meaning``: "keep" or "hide", the only meaning to try."""
-        shapes = ("B1LS",) if self.is_adapted else PADDING if self.is_for_padding else way.layout.masks
-        meanings = MEANINGS[:1] if self.is_adapted else MEANINGS
+        shapes = self.mask_axes or (PADDING if self.is_for_padding else way.layout.masks)
         others = [name for name in self.without_role() if self.arguments.defaults[name] is None]
-        for name, axes, form in product([self.mask] if self.mask else others, shapes, meanings):
+        for name, axes, form in product([self.mask] if self.mask else others, shapes, self.meanings):
             guessed = way.guessed if self.mask else (*way.guessed, name)
             if meaning is None or (form.added is None and form.hides == (meaning == "hide")):
                 yield replace(way, mask=name, guessed=guessed, form=replace(form, axes=axes))
 
+    def limits(self, way: Way) -> list[str]:
+        """Return the arguments that may be a window or top-k: without a role, and None or a number if nothing is hidden."""
+        usual = {**{name: self.arguments.defaults[name] for name in self.without_role()}, **way.fixed}
+        free = [name for name in usual if name in (*self.without_role(), *way.guessed) and name not in (way.mask, way.causal)]
+        return [name for name in free if usual[name] in (None, *OF_KEYS) or (is_limit(usual[name]) and name not in way.fixed)]
+
     def without_role(self) -> list[str]:
         """Return the optional arguments whose names do not show their meaning."""
-        return [name for name in self.arguments.defaults if self.arguments.role_of(name) is None and not self.is_adapted]
+        return [name for name in self.arguments.defaults if self.arguments.role_of(name) is None]
 
     # --- calls
 
@@ -211,13 +220,8 @@ class Subject:
             try:
                 self.known[key] = self.measured(way, asked, inputs)
             except Exception as error:
-                self.known[key] = Outcome(asked, inputs, fault=fault_text(error))
+                self.known[key] = Outcome(asked, inputs, fault=calling.fault_text(error))
         return self.known[key]
-
-    def forget(self) -> None:
-        """Forget all calls."""
-        self.known.clear()
-        self.products.clear()
 
     def refuse(self, way: Way, case: Case) -> None:
         """Raise ``NotTriedError`` if the case does not apply."""
@@ -270,7 +274,8 @@ class Subject:
 
     def options(self, way: Way, inputs: Operands, heads: int, dtype: torch.dtype) -> dict[str, Any]:
         """Return the arguments other than the inputs."""
-        options = {**way.fixed, **inputs.options}
+        fixed = {name: OF_KEYS[value](inputs.key.shape[2]) if value in OF_KEYS else value for name, value in way.fixed.items()}
+        options = {**fixed, **inputs.options}
         options = {name: x.to(self.device, copy=True) if isinstance(x, Tensor) else x for name, x in options.items()}
         if way.causal is not None and (inputs.is_causal or self.arguments.defaults.get(way.causal) is not False):
             options[way.causal] = inputs.is_causal
@@ -281,8 +286,7 @@ class Subject:
 
     def call(self, arguments: dict[str, Any], is_copied: bool = True) -> Any:
         """Call it with arguments by name, and positional-only arguments in order."""
-        names = self.arguments.names if self.is_adapted else self.arguments.positional
-        result, changed = calling.invoke(self.function, arguments, names, is_copied=is_copied)
+        result, changed = calling.invoke(self.function, arguments, self.arguments.positional, is_copied=is_copied)
         self.changed.update(changed)
         return result
 
@@ -306,6 +310,11 @@ class Subject:
         return "; ".join(parts)
 
 
+def is_limit(value: Any) -> bool:
+    """Return whether a default is a number of keys, or one for each side."""
+    return type(value) is int or (isinstance(value, tuple) and len(value) == 2 and all(type(side) is int for side in value))
+
+
 def reused(call: Callable[[dict[str, Tensor]], Any], tensors: Mapping[str, Tensor]) -> Any:
     """Call twice with the same contiguous tensors, with other numbers in the first call, and return the second result."""
     again = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
@@ -316,19 +325,20 @@ def reused(call: Callable[[dict[str, Tensor]], Any], tensors: Mapping[str, Tenso
 class AdaptedFunction(Subject):
     """A function or module that the caller's adapter calls: (function, query, key, value), and a bool mask if it takes one."""
 
-    is_adapted = True
+    layouts, mask_axes, meanings = (HEADS_FIRST,), ("B1LS",), MEANINGS[:1]
 
-    def __init__(
-        self, function: Any, call: Callable[..., Any], dtype: torch.dtype, device: torch.device | str, seed: int
-    ) -> None:
+    def __init__(self, function: Any, call: Callable[..., Any], dtype: torch.dtype, device: Device, seed: int) -> None:
+        function = copied(function).to(device, dtype).eval() if isinstance(function, nn.Module) else function
+        adapted: dict[int, Callable[..., Any]] = {
+            4: lambda query, key, value: call(function, query, key, value),
+            5: lambda query, key, value, mask: call(function, query, key, value, mask),
+        }
         names = calling.read_arguments(call).names
-        if len(names) not in (len(QKV) + 1, len(QKV) + 2):
+        if len(names) not in adapted:
             must = "must take (function, query, key, value, mask), or no mask"
             raise ValueError(f"call={call.__name__} {must}, got ({', '.join(names)})")
-        function = copied(function).to(device, dtype).eval() if isinstance(function, nn.Module) else function
-        super().__init__(partial(call, function), dtype, device, seed)
-        self.name, self.causal, self.is_for_padding = call.__name__, None, False
-        self.mask = next(iter(self.arguments.names[len(QKV) :]), None)
+        super().__init__(adapted[len(names)], dtype, device, seed)
+        self.name = call.__name__
 
 
 class AttentionLayer(Subject):
@@ -336,7 +346,7 @@ class AttentionLayer(Subject):
 
     is_layer = True
 
-    def __init__(self, function: nn.Module, dtype: torch.dtype, device: torch.device | str, seed: int) -> None:
+    def __init__(self, function: nn.Module, dtype: torch.dtype, device: Device, seed: int) -> None:
         self.module = copied(function).to(device, dtype).eval()
         super().__init__(self.module, dtype, device, seed)
         self.name = f"{type(function).__name__}.forward"
@@ -346,8 +356,8 @@ class AttentionLayer(Subject):
         self.width = next((width for width in self._attributes("embed") if width in sizes), min(sizes))
 
     def _attributes(self, role: str) -> list[int]:
-        attributes = [value for name, value in vars(self.module).items() if re.fullmatch(ROLE_NAMES[role], name.lower())]
-        return [value for value in attributes if type(value) is int]
+        names = [name for name in vars(self.module) if re.fullmatch(calling.ROLE_NAMES[role], name.lower())]
+        return [value for name in names if type(value := getattr(self.module, name)) is int]
 
     def places(self) -> Iterator[tuple[Layout, Inner]]:
         stated = [count for count in self._attributes("heads") if count > 0 and self.width % count == 0][:1]
@@ -395,23 +405,7 @@ Product = tuple[str, Any, Any]
 """A product of an activation with a parameter: the parameter's name, the activation and the result."""
 
 
-class _Recorder:
-    """The method of ``Products``. In a direct subclass, torch would wrap it and import its compiler, which takes seconds."""
-
-    names: dict[int, str]
-    seen: list[Product]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result, aten = func(*args, **(kwargs or {})), torch.ops.aten
-        if func.overloadpacket in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.linear):
-            factors = [x for x in args if isinstance(x, Tensor) and x.ndim > 1]
-            names = [self.names.get(factor.untyped_storage().data_ptr()) for factor in factors]
-            if any(names) and None in names:
-                self.seen.append((next(filter(None, names)), factors[names.index(None)], result))
-        return result
-
-
-class Products(_Recorder, TorchDispatchMode):
+class Products(Watch):
     """Record the products of activations with parameters of a module.
 
     They are recorded below autograd, because ``nn.MultiheadAttention`` and layers with bare parameters call no submodule.
@@ -420,7 +414,17 @@ class Products(_Recorder, TorchDispatchMode):
     def __init__(self, matrices: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.names = {p.untyped_storage().data_ptr(): name for name, p in matrices.items()}
-        self.seen = []
+        self.seen: list[Product] = []
+
+    def computed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result of a function of ATen."""
+        result, aten = func(*args, **kwargs), torch.ops.aten
+        if func.overloadpacket in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.linear):
+            factors = [x for x in args if isinstance(x, Tensor) and x.ndim > 1]
+            names = [self.names.get(factor.untyped_storage().data_ptr()) for factor in factors]
+            if any(names) and None in names:
+                self.seen.append((next(filter(None, names)), factors[names.index(None)], result))
+        return result
 
 
 def _output_and_weights(result: Any, shape: torch.Size) -> tuple[Tensor, Tensor | None]:
@@ -474,7 +478,7 @@ def _split(piece: Tensor, inner: Inner, batch: int, length: int, width: int) -> 
     return rows.unflatten(-1, (-1, width // inner.heads)).transpose(1, 2).detach().cpu()
 
 
-def make_subject(function: Any, device: torch.device | str, dtype: torch.dtype, seed: int) -> Subject:
+def make_subject(function: Any, device: Device, dtype: torch.dtype, seed: int) -> Subject:
     """Return the function or layer with its arguments read.
 
     Raises:

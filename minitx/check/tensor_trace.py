@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode  # documented in torch's notes on extending it
 
+from minitx.check.calling import Watch, tensors_of
 from minitx.check.properties import unit
-from minitx.check.witness import tensors_of
 
 LOW = -1e4
 """Scores below this number are hidden, whether by -inf, -1e9 or the dtype's minimum."""
@@ -95,16 +94,7 @@ def _widened(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) and value.dtype in NARROW else value
 
 
-class _Dispatch:
-    """The method of ``Trace`` for torch. In a direct subclass, torch would wrap it and import its compiler, which takes seconds."""
-
-    computed: Function
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.computed(func, args, kwargs or {})
-
-
-class Trace(_Dispatch, TorchDispatchMode):
+class Trace(Watch):
     """The steps of one call.
 
     Args:

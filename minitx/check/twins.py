@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minitx.check.called_model import CalledModel, CannotBeCalledError, find_forms, keep_mask, limit_of, make_called
+from minitx.check.called_model import CalledModel, CannotBeCalledError, keep_mask, make_called
 from minitx.check.catalogue import CATALOGUE, MEASURED, Pair
 from minitx.check.properties import Gap, compare, rounding
 from minitx.check.results import Check, Finding, Report, Severity, Status
@@ -148,7 +148,7 @@ def _tokens(port: CalledModel, ours: CalledModel, ids: Tensor | None) -> Tensor:
         ids = ids if len(ids) > 1 else torch.cat((ids, ids.roll(1, 1)))  # two rows tell tokens from positions
         return ids.to(port.device)
     sizes = {size for called in (port, ours) for p in called.model.parameters() for size in p.shape}
-    limit = min(limit_of(called.model) or 10**9 for called in (port, ours)) - 2
+    limit = min(called.limit or 10**9 for called in (port, ours)) - 2
     fits = [n for n in LENGTHS if n <= limit and n not in sizes] or [limit]
     length = next((n for n in fits if n > (getattr(ours.config, "sliding_window", None) or 0) + 1), fits[0])
     usable = min(port.usable, ours.usable, key=len)
@@ -256,7 +256,7 @@ class _Comparison:
             return
         port, ours, tokens = self.port, self.ours, self.tokens
         for called in (port, ours):
-            find_forms(called, {called.stream.name: tokens})
+            called.find_forms({called.stream.name: tokens})
         if reasons := [called.stream.why_unmasked for called in (port, ours) if called.stream.form is None]:
             self.checks.append(Check("mask", Status.NOT_TRIED, reasons[0]))
             return

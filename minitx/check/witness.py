@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from minitx.check.calling import parts_of
+from minitx.check.calling import tensors_of
 
 TINY = 64.0
 """The tolerance as a multiple of one rounding error. It can be small, because rows of one call are computed alike."""
@@ -50,14 +50,6 @@ def _calls(model: nn.Module, call: Callable[[], Any]) -> list[ModuleCall]:
             hooks.enter_context(module.register_forward_hook(end, with_kwargs=True))
         call()
     return calls
-
-
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested results."""
-    if isinstance(value, Tensor):
-        yield value
-    for part in parts_of(value):
-        yield from tensors_of(part)
 
 
 def _float_tensors(value: Any) -> list[Tensor]:
