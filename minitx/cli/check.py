@@ -253,10 +253,8 @@ def _stored_model(path: str, key: str, trust: bool) -> Any:
             f"{key}={path} is neither a Hugging Face folder (config.json) nor a run (checkpoints/last.ckpt)",
         )
         return open_stored(file, trust=trust).network
-    try:
-        from minitx.interop.finetune import load_folder
-    except ImportError:
-        raise ConfigError(f"{key}={path} needs the package transformers: pip install transformers") from None
+    from minitx.interop.finetune import load_folder
+
     with refusing(f"{key}={path}: "):
         return load_folder(Path(path))
 

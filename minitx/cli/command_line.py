@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minitx.cli.compose import FilePath, Options, compose_program, find_own_modules
-from minitx.cli.exit_codes import exit_code
+from minitx.cli.exit_codes import exit_code, is_traceback
 from minitx.cli.flags import Flags
 from minitx.config import ConfigError
 from minitx.config.schema import Config, defaults, require
@@ -94,7 +94,7 @@ def run_program(
         if flags.help:
             write(help_text(cls, usage))
         else:
-            program(compose_program(cls, [word for word in flags.overrides if not word.startswith("traceback=")]))
+            program(compose_program(cls, [word for word in flags.overrides if not is_traceback(word)]))
 
     return exit_code(read_and_run)
 

@@ -19,6 +19,7 @@ from minitx.analysis.snapshot import SOURCE, TARGET, Snapshot
 from minitx.analysis.snapshot_sources import take_snapshot
 from minitx.cli.command_line import check_utf8, encode_text, refusing
 from minitx.config import ConfigError, TransformerConfig
+from minitx.config.packages import package
 from minitx.config.schema import first_line, require, stated
 from minitx.data.batches import ValSource
 from minitx.data.splits import as_split
@@ -208,10 +209,7 @@ def open_hf(path: str, name: str) -> tuple[Any, Any]:
             are missing; transformers cannot read it; or ``adopt_hf`` refuses the model.
     """
     key_and_path = f"{name}={path}"
-    try:
-        import transformers
-    except ImportError:
-        raise ConfigError(f"{key_and_path} needs the package transformers: pip install transformers") from None
+    transformers = package("transformers", key_and_path)
     with refusing(f"{name}=", (FileNotFoundError,)):
         folder = find_folder(path, download=False)
     require((folder / "config.json").is_file(), f"{key_and_path} has no config.json, so it is not a Hugging Face folder")

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from minitx.ablation.design import AblationConfig
 from minitx.cli.compose import build_config, build_grid, explaining, find_own_modules, readable, register_defaults, unlisted
-from minitx.cli.exit_codes import PastHydra, exit_code, sentence
+from minitx.cli.exit_codes import SHOWS_TRACEBACK, PastHydra, exit_code, sentence
 from minitx.cli.flags import Flags
 from minitx.cli.launch import FOLDER, job_name, launch, needs_launch, run_training, started_from_outside, stop_with_parent
 from minitx.config import CONFIG_DIR, ConfigError, RunConfig
@@ -72,6 +72,7 @@ def run_job(composed: DictConfig) -> float | None:
         return run_one(build_config(composed, words), composed, words)
     except BaseException as error:
         remove_hydra_folder()
+        setattr(error, SHOWS_TRACEBACK, composed.traceback is True)
         return value_of_failed(error)
 
 

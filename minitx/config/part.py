@@ -11,16 +11,14 @@ import dataclasses
 import functools
 import importlib
 import inspect
-import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib import metadata
 from typing import Any
 
+from minitx.config.failures import ConfigError
 from minitx.config.schema import (
-    ConfigError,
     Readable,
     by_keyword,
     config_class_of,
@@ -423,26 +421,14 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
-# --- messages for failed builds
-
-DISTRIBUTIONS = {"sklearn": "scikit-learn", "babel": "Babel"}
-"""Package names on PyPI that differ from the names of their modules."""
-
-
 def reason(error: BaseException) -> str:
     """Return in one line why a build failed: the message of the original exception."""
     while error.__cause__ is not None:
         error = error.__cause__
     kind = type(error).__name__
-    if isinstance(error, ModuleNotFoundError) and (extra := _extra_with(module := str(error.name).partition(".")[0])):
-        return f"the package {DISTRIBUTIONS.get(module, module)} is missing, install minitx with the extra {extra}"
+    if isinstance(error, ModuleNotFoundError):
+        from minitx.config.packages import package_of_extra  # only errors need it
+
+        if advice := package_of_extra(str(error.name).partition(".")[0]):
+            return f"it needs {advice}"
     return first_line(error) if kind in ("ValueError", "ConfigError") else f"{kind}: {first_line(error)}"
-
-
-def _extra_with(module: str) -> str:
-    """Return the extra of minitx that installs a module, or an empty string."""
-    for requirement in metadata.requires("minitx") or ():
-        matched = re.match(r"([\w.-]+).*extra == ['\"](\w+)['\"]", requirement)  # peft>=0.17; extra == "hf"
-        if matched and matched[2] != "dev" and matched[1].lower() == DISTRIBUTIONS.get(module, module).lower():
-            return matched[2]
-    return ""

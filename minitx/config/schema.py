@@ -20,22 +20,14 @@ from functools import cache
 from numbers import Integral, Real
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
+from minitx.config.failures import ConfigError
+
 T = TypeVar("T")
 UNIONS = (typing.Union, types.UnionType)
 PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", tuple: "a list", Mapping: "a mapping"}
 """Python types, as messages describe them."""
 
 _FIELDS_OF = "__config_class__"
-
-
-class ConfigError(ValueError):
-    """An invalid config. The message begins with ``key=value``, so that a caller can prepend a path."""
-
-
-class FailedRunError(RuntimeError):
-    """A run failed after it started. The message is a sentence for the user. ``exit_code`` is the exit code of its program."""
-
-    exit_code = 3
 
 
 def require(condition: bool, message: str) -> None:
@@ -276,10 +268,12 @@ def _read_bounded(hint: Any, bound: Any, value: Any, key: str) -> Any:
         return read(hint, value, key)
     try:
         value = read(hint, value, key)
+        holds = bound.holds(value)
     except ConfigError:
         if get_origin(hint) not in UNIONS:  # for a union, the message of the bound names all allowed values
             raise
-    require(bound.holds(value), f"{key}={shown(value)} must {bound.words}")
+        holds = False
+    require(holds, f"{key}={shown(value)} must {bound.words}")
     return value
 
 

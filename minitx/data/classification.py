@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from minitx.config import ConfigError
+from minitx.config.packages import package
 from minitx.config.schema import Count, Fraction, Natural, read, require
-from minitx.data.extras import package
 from minitx.data.seeding import VALIDATION_SEED, generator
 from minitx.data.tables import column_of, divided, hold_out, labels_of, load_tables, share_of, texts_of
 from minitx.data.task import Task, VocabSize
@@ -151,7 +151,7 @@ def digits(*, val_fraction: Fraction = 0.2, shift: Natural = 1) -> Task:
     Raises:
         ConfigError: scikit-learn is missing.
     """
-    bundle = package("sklearn.datasets", "data=digits", "scikit-learn", "vision").load_digits()
+    bundle = package("sklearn.datasets", "data=digits").load_digits()
     pixels, labels = bundle.images[:, None].astype(np.uint8), bundle.target
     train, val = stratified(labels, val_fraction)
     splits = (pixels[train], labels[train]), (pixels[val], labels[val])
