@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 import json
 import logging
 import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
@@ -22,15 +23,15 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Quote, QuotedString
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError
 
 from minitx.cli import importing
-from minitx.config import CONFIG_DIR, ConfigError, InitFrom, RunConfig, TrainerConfig, from_dict, is_node
+from minitx.cli.overrides import FIRST_NAMES, by_key, for_hydra, is_parsed, parsed, readable, roots_of
+from minitx.config import ConfigError, InitFrom, RunConfig, TrainerConfig, from_dict, is_node
+from minitx.config.failures import UnknownKeyError
 from minitx.config.part import find_target, import_modules, plain_defaults, required
-from minitx.config.schema import UNIONS, config_class_of, defaults, hints_of, require
+from minitx.config.schema import UNIONS, config_class_of, defaults, hints_of, nearest, require
 from minitx.config.shipped import shipped_configs
 from minitx.config.training import LOADING, MODEL, NODES
 
@@ -67,11 +68,6 @@ def _with_open_groups(values: Mapping[str, Any]) -> DictConfig:
     return config
 
 
-def by_key(words: Iterable[str]) -> dict[str, str]:
-    """Return overrides by the key that they set or delete. The last override of a key applies."""
-    return {word.lstrip("+~").partition("=")[0]: word for word in words}
-
-
 def for_cells(words: Iterable[str]) -> list[str]:
     """Return the overrides of a grid that apply to every cell."""
     return [word for word in words if not word.lstrip("+~").startswith(NOT_FOR_CELLS)]
@@ -92,7 +88,7 @@ def build_config(config: DictConfig, words: Sequence[str] = ()) -> RunConfig:
         try:
             values = plain(config)
         except InterpolationKeyError:  # the key may only exist as a default of its target
-            values = plain(_with_defaults(config))
+            values = _plain_with_defaults(config, words)
     for name in ("experiment", "debug"):  # the effect of a file without the line in the message
         require(
             not isinstance(values.get(name), dict | list),
@@ -109,26 +105,57 @@ def build_config(config: DictConfig, words: Sequence[str] = ()) -> RunConfig:
         is_node(values.get("model")),
         "model is missing: start from a trained model, init_from.path=FOLDER or model=hf model.path=FOLDER, or choose model=OPTION",
     )
-    variables = _variables(config, set(values) - set(defaults(RunConfig)))
     try:
-        run = from_dict(RunConfig, {name: value for name, value in values.items() if name not in variables})
-    except ConfigError as error:
-        raise ConfigError(f"{error}{_advice_on_a_file(str(error), typed)}") from error
+        run = from_dict(RunConfig, {name: values[name] for name in defaults(RunConfig) if name in values})
+    except UnknownKeyError as error:
+        raise ConfigError(f"{error}{_advice_on_a_file(error.key, typed)}") from error
     return _with_fitting_warmup(run, typed)
 
 
-def _variables(config: DictConfig, names: Iterable[str]) -> set[str]:
-    """Return the keys that are not keys of a run: ``debug`` and ``ablation``, and the user's variables in other values."""
+class UnknownNameError(ConfigError):
+    """No run has a name that stands at the top of its config."""
+
+
+def check_names(config: DictConfig, words: Sequence[str]) -> None:
+    """Check the names at the top of a composed config: keys of a run, and variables of the user that other values contain.
+
+    Raises:
+        UnknownNameError: a name is neither. The message suggests a similar key.
+    """
     unresolved = json.dumps(OmegaConf.to_container(config))
-    return {"debug", "ablation"} | {name for name in names if re.search(rf"\$\{{{re.escape(name)}[.\[}}]", unresolved)}
+    for name in map(str, config):
+        if name not in FIRST_NAMES and not re.search(rf"\$\{{{re.escape(name)}[.\[}}]", unresolved):
+            key = next((key for key in by_key(words) if key.partition(".")[0] == name), name)
+            raise UnknownNameError(f"{key} is not a key{_similar_key(key, config) or '; --help shows the keys'}")
 
 
-def _advice_on_a_file(message: str, typed: Mapping[str, str]) -> str:
+def _similar_key(key: str, config: DictConfig) -> str:
+    """Return the end of a message: a similar key of a composed config. For most keys, this imports torch."""
+    if "." not in key and (near := difflib.get_close_matches(key, FIRST_NAMES, n=1, cutoff=0.8)):
+        return f" (did you mean {near[0]}?)"
+    keys = _keys(config)
+    in_groups = [known for known in keys if known.rpartition(".")[2] == key]  # such as lr without its group
+    return f" (did you mean {in_groups[0]}?)" if len(in_groups) == 1 else nearest(key, keys)
+
+
+def _keys(config: DictConfig) -> list[str]:
+    """Return all keys of a run at all levels, as ``group.key``."""
+
+    def walk(node: Any, path: str) -> Iterator[str]:
+        for name, value in node.items() if isinstance(node, dict) else ():
+            if not str(name).startswith("_"):
+                yield f"{path}{name}"
+                yield from walk(value, f"{path}{name}.")
+
+    return [key for key in walk(OmegaConf.to_container(_with_defaults(config)), "") if key.partition(".")[0] in FIRST_NAMES]
+
+
+def _advice_on_a_file(key: str, typed: Mapping[str, str]) -> str:
     """Return the end of a message about an unknown key: how to remove the key if a config file sets it for another target."""
-    unknown = re.match(r"((\w+)\.\w+) is not a key", message)  # schedule.power is not a key (did you mean ...?)
-    if unknown is None or unknown[1] in typed or unknown[2] not in NODES:
+    group, _, name = key.partition(".")
+    if key in typed or group not in NODES or "." in name:
         return ""
-    return f"; a config file sets it: add ~{unknown[1]}, or '- override /{unknown[2]}: null' to the defaults of your file"
+    return f"; a config file sets it: add ~{key}, or '- override /{group}: null' to the defaults of your file"
 
 
 def _as_stored(values: Mapping[str, Any], typed: Mapping[str, str]) -> dict[str, Any]:
@@ -185,6 +212,18 @@ def build_grid(config: DictConfig, words: Sequence[str]) -> AblationConfig | Non
     return grid
 
 
+def _plain_with_defaults(config: DictConfig, words: Sequence[str]) -> dict[str, Any]:
+    """Like ``plain``, with all keys of the nodes. The message about a missing key suggests a similar one."""
+    try:
+        return plain(_with_defaults(config))
+    except InterpolationKeyError as error:
+        from minitx.cli.hydra_errors import message_of  # only errors need it
+
+        keys = _keys(config)
+        missing = [name for word in words for name in re.findall(r"\$\{([\w.]+)\}", word) if name not in keys]
+        raise ConfigError(f"{message_of(error)}{nearest(missing[0], keys) if missing else ''}") from error
+
+
 def plain(config: DictConfig) -> dict[str, Any]:
     """Return a composed config, or one of its groups, as plain data with interpolations resolved."""
     values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
@@ -196,41 +235,33 @@ def hydra_config(words: Sequence[str]) -> DictConfig:
     """Return the config that Hydra composes for ``train.py WORDS``. This works within a job of Hydra, too.
 
     Raises:
-        ConfigError: Hydra cannot compose it.
+        ConfigError: Hydra cannot compose it, or a key is unknown.
     """
-    with explaining(words):
-        return _hydra_config(words)
-
-
-@contextmanager
-def explaining(words: Sequence[str], **options: Any) -> Iterator[None]:
-    """A context that turns errors of Hydra and OmegaConf into a ConfigError. For ``options``, see ``CommandLine``."""
-    try:
-        yield
-    except Exception as error:
-        from minitx.cli.hydra_errors import CommandLine, explained, is_of_hydra  # only errors need it
-
-        if isinstance(error, ConfigError) or not is_of_hydra(error):
-            raise
-        raise ConfigError(explained(error, CommandLine(words, **{"keys_of": _keys_of, **options}))) from error
-
-
-def _keys_of(words: Sequence[str]) -> list[str]:
-    """Return all keys of ``train.py WORDS``, as ``group.key``."""
-    from minitx.cli.hydra_errors import names_of
-
-    return list(names_of(OmegaConf.to_container(_with_defaults(_hydra_config(words)))))
-
-
-def _hydra_config(words: Sequence[str]) -> DictConfig:
-    """Like ``hydra_config``, but with Hydra's own errors."""
     register_defaults()
-    overrides = [word for word in words if not word.startswith(CONFIG_DIR)]
     folders = find_own_modules(words)
     quoted = ("'file://" + str(folder).replace("'", r"\'") + "'" for folder in folders)
     search = [f"hydra.searchpath=[{','.join(quoted)}]"] if folders else []
-    with _outside_of_jobs(), hydra.initialize_config_dir(str(shipped_configs()), version_base="1.3"):
-        return hydra.compose("train", overrides=[*overrides, *search])
+    with (
+        explaining(words),
+        _outside_of_jobs(),
+        hydra.initialize_config_dir(str(shipped_configs()), version_base="1.3"),
+    ):
+        config = hydra.compose("train", overrides=[*for_hydra(words), *search])
+    check_names(config, words)
+    return config
+
+
+@contextmanager
+def explaining(words: Sequence[str], *, sweeps: bool = False) -> Iterator[None]:
+    """A context that turns errors of Hydra and OmegaConf into a ConfigError. For the arguments, see ``explained``."""
+    try:
+        yield
+    except Exception as error:
+        from minitx.cli.hydra_errors import explained, is_of_hydra  # only errors need it
+
+        if isinstance(error, ConfigError) or not is_of_hydra(error):
+            raise
+        raise ConfigError(explained(error, words, sweeps=sweeps)) from error
 
 
 @contextmanager
@@ -308,7 +339,7 @@ def find_own_modules(words: Iterable[str] = ()) -> list[Path]:
     Raises:
         ConfigError: a config in such a folder has the same group and name as a config of minitx.
     """
-    folders = [Path(word.removeprefix(CONFIG_DIR)).absolute() for word in words if word.startswith(CONFIG_DIR)]
+    _, *folders = roots_of(words)
     for place in [Path.cwd(), *(place for folder in folders for place in (folder, folder.parent))]:
         sys.path += [str(place)] if str(place) not in sys.path else []
     for folder in folders:
@@ -319,7 +350,7 @@ def find_own_modules(words: Iterable[str] = ()) -> list[Path]:
     return folders
 
 
-# --- the command line
+# --- the command line of the other programs
 
 FilePath = Annotated[str, "a path: a leading ~ is expanded"]
 """The type of a key of a program whose value is a path."""
@@ -336,44 +367,21 @@ def compose_program(cls: type[Options], words: Iterable[str]) -> Options:
     """
     hints: dict[str, Any] = hints_of(cls)  # type: ignore[arg-type]  # a class is hashable
     kinds = {name: {hint, *(get_args(hint) if get_origin(hint) in UNIONS else ())} for name, hint in hints.items()}
-    texts = dict[str, Any]()
-    others = list[str]()
+    config, texts = OmegaConf.create({}), dict[str, Any]()
     for word in words:
         name, is_pair, value = word.partition("=")
-        is_quoted = value[:1] in ("'", '"') and _is_parsed(word)
-        if is_pair and kinds.get(name, set()) & {str, FilePath} and value != "null" and not is_quoted:
+        of_key = kinds.get(name, set())
+        is_quoted = value[:1] in ("'", '"') and is_parsed(word)
+        if is_pair and of_key & {str, FilePath} and value != "null" and not is_quoted:
             texts[name] = value
         else:
-            others.append(readable(word))
-    known = defaults(cls)
-    ConfigStore.instance().store(cls.__name__, _with_open_groups(known))
-    with (
-        explaining(others, keys_of=lambda _: [*known], of_run=False),
-        _outside_of_jobs(),
-        # not hydra.initialize: it looks through the sources of all modules for its caller
-        hydra.initialize_config_dir(str(shipped_configs()), version_base="1.3"),
-    ):
-        parsed: Any = OmegaConf.to_container(hydra.compose(cls.__name__, overrides=others), resolve=True)
-    values = {name: value for name, value in parsed.items() if value != "???"} | texts
+            override = parsed(readable(word))
+            require(not override.is_sweep_override(), f"{word} has several values: write '{name}=[...]' for a list")
+            OmegaConf.update(config, name.lstrip("+"), override.value())
+            texts.pop(name, None)
+    with explaining(()):
+        values = {**plain(config), **texts}
     for name, value in values.items():
-        if FilePath in kinds[name] and isinstance(value, str):
+        if FilePath in kinds.get(name, set()) and isinstance(value, str):
             values[name] = os.path.expanduser(value)
     return from_dict(cls, values)
-
-
-def readable(word: str) -> str:
-    """Return an override, with its value in quotes if Hydra's grammar cannot read it (``data.path=小说.txt``).
-
-    A value with a comma, a bracket or a quote is not quoted.
-    """
-    name, is_pair, value = word.partition("=")
-    if not is_pair or set(value) & set("'\"\\,()[]{}") or _is_parsed(word):
-        return word
-    quoted = f"{name}={QuotedString(value, Quote.double).with_quotes()}"
-    return quoted if _is_parsed(quoted) else word
-
-
-def _is_parsed(word: str) -> bool:
-    with suppress(HydraException):
-        return OverridesParser.create().parse_override(word) is not None
-    return False

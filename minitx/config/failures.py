@@ -11,6 +11,17 @@ class ConfigError(ValueError):
     exit_code = 2
 
 
+class UnknownKeyError(ConfigError):
+    """A config has a key, ``key``, that does not exist. ``ending`` completes the message."""
+
+    def __init__(self, key: str, ending: str) -> None:
+        super().__init__(key, ending)  # unchanged arguments, so that the error can be pickled
+        self.key = key
+
+    def __str__(self) -> str:
+        return f"{self.key} is not a key{self.args[1]}"
+
+
 class FailedRunError(RuntimeError):
     """A run failed after it started. The message is a sentence for the user."""
 

@@ -20,7 +20,7 @@ from functools import cache
 from numbers import Integral, Real
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
-from minitx.config.failures import ConfigError
+from minitx.config.failures import ConfigError, UnknownKeyError
 
 T = TypeVar("T")
 UNIONS = (typing.Union, types.UnionType)
@@ -201,10 +201,10 @@ def read_call(
     others = getattr(target, "OTHER_NAMES", {})
     for key in () if takes_any else values:
         if key in others:
-            raise ConfigError(f"{path}{key} is not a key: {others[key].format(path=path)}")
+            raise UnknownKeyError(f"{path}{key}", f": {others[key].format(path=path)}")
         if key not in named:
             names = [*(name for name, param in named.items() if not _is_passed(param, offers)), *other_keys]
-            raise ConfigError(f"{path}{key} is not a key{nearest(key, names, path) or '; allowed here: ' + ', '.join(names)}")
+            raise UnknownKeyError(f"{path}{key}", nearest(key, names, path) or f"; allowed here: {', '.join(names)}")
     for name, param in named.items():
         if offers is not None and param.default is param.empty and name not in {*values, *offers}:
             raise ConfigError(f"{path}{name} is missing")

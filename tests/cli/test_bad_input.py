@@ -111,7 +111,7 @@ OTHERS = {
     "evaluate {text} =3": "=3 has no key",
     "evaluate {text} --split=test": "keys have no dashes: use split=test",
     "evaluate {text} split=val split=test": "split=test",  # the last one counts, as in train.py
-    "evaluate {text} evaluate.split=test": "Could not override",
+    "evaluate {text} evaluate.split=test": "evaluate is not a key",
     "generate {text} prompt=God length_penalty=2": "length_penalty=2.0 has no effect",
     "generate {text} prompt=God top_k=[": "top_k=[",
     "generate {text} prompt=God top_k=5": "top_k=5",

@@ -62,7 +62,7 @@ def test_options_and_keys_of_a_users_configs_are_suggested(tmp_path):
 
 @pytest.mark.parametrize(("words", "said"), {
     "+seed=1": "remove the +", "+experiment=kv_lookup": "remove the +", "seed=1,2": "-m", "data=kjv,text": "-m",
-    "seed=${sed}": "(did you mean seed?)", "seed=${seed}": "seed refers to itself", "data.path=${modle.num_layers}": "(did you mean model.num_layers?)",
+    "seed=${sed}": "(did you mean seed?)", "seed=${seed}": "seed: Recursive interpolation", "data.path=${modle.num_layers}": "(did you mean model.num_layers?)",
     "model=null": "must name an option", "logger=[csv,3]": "must name an option", "model=zzz": "char_small", "zzz=1": "--help",
     "+debug=one_step": "remove the +", "model@left=gpt2": "(did you mean model?)", "hydra/sweeper=optunaa": "optuna", "~zzz": "--help", "seed=3 modle.num_layers=2": "(did you mean model.num_layers?)",
     "trainer=cpu model.num_layers=3 modle=gpt2": "(did you mean model?)",
@@ -72,8 +72,8 @@ def test_what_is_wrong_with_the_form_of_a_word_is_said(words, said):
 
 
 def test_a_suggestion_is_computed_from_the_words_and_not_read_from_hydras_message():
-    for text in ("Etwas ging schief.\nEs gibt kein 'modle'.", "", "Could not override 'data'."):
-        with pytest.raises(ConfigError, match=r"\(did you mean model\.num_layers\?\)$"), explaining(["modle.num_layers=2"]):
+    for text in ("Etwas ging schief.\nEs gibt schon 'seed'.", "", "Could not append 'data'."):
+        with pytest.raises(ConfigError, match=r"seed already exists: remove the \+$"), explaining(["model=gpt2", "+seed=2"]):
             raise ConfigCompositionException(text)
 
 

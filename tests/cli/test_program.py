@@ -15,11 +15,11 @@ import yaml
 
 import minitx
 from minitx.cli.command_line import meanings, write
-from minitx.cli.compose import readable
 from minitx.cli.evaluate import EvaluateConfig
 from minitx.cli.exit_codes import exit_code
 from minitx.cli.export import ExportConfig
 from minitx.cli.generate import GenerateConfig
+from minitx.cli.overrides import readable
 from minitx.cli.train import default_folder
 from minitx.cli.view import ViewConfig
 from minitx.training import StoppedError

@@ -82,7 +82,7 @@ def test_a_missing_package_is_named_with_its_extra(make, module, said, cache, mo
 def test_an_installed_package_that_is_broken_is_not_called_missing(tmp_path, monkeypatch, line):
     (tmp_path / "installed.py").write_text(line)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises((ImportError, ZeroDivisionError), match="no_such_dependency|broken|division") as caught:
+    with pytest.raises((ImportError, ZeroDivisionError), match=r"no_such_dependency|broken|division") as caught:
         package("installed.part", "data=kjv")
     assert not isinstance(caught.value, ConfigError)
     with pytest.raises(ConfigError, match=r"^data=kjv needs the package absent: pip install absent$"):
