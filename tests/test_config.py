@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from typing import Literal
 
 import pytest
@@ -106,6 +107,19 @@ def test_a_part_is_built_with_what_the_run_offers_to_the_arguments_that_it_names
 def test_a_function_of_python_without_a_name_in_a_module_is_a_part_too():
     part = node(lambda size, *, inner=None: (size, inner), inner=node(lambda: 5))
     assert Part.from_plain(part.with_(size=4), "data").build() == part.build(size=4) == (4, 5)
+
+
+def test_a_bug_of_a_target_is_told_with_how_to_find_it_and_a_wrong_argument_without():
+    def broken(size):
+        return sise + size  # noqa: F821
+
+    def strict(size):
+        raise ValueError(f"size={size} is odd")
+
+    for target, said in ((broken, "NameError: name 'sise' is not defined (traceback=true shows where)"), (strict, "size=3 is odd")):
+        part = Part.from_plain(node(target, size=3), "data")
+        with pytest.raises(ConfigError, match=re.escape(f"cannot be built: {said}") + "$"):
+            part.build()
 
 
 def test_a_part_may_be_a_partial_function_and_take_arguments_by_position():

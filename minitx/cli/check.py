@@ -17,8 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from minitx.cli import importing
-from minitx.cli.command_line import ProgramConfig, checkpoint_of, open_stored, refusing, run_program, write
-from minitx.cli.compose import FilePath
+from minitx.cli.command_line import FilePath, ProgramConfig, checkpoint_of, open_stored, refusing, run_program, write
 from minitx.config import ConfigError
 from minitx.config.schema import Natural, first_line, require, shown
 

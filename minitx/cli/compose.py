@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import json
 import logging
-import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -27,13 +25,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError
 
 from minitx.cli import importing
-from minitx.cli.overrides import FIRST_NAMES, by_key, for_hydra, is_parsed, parsed, readable, roots_of
+from minitx.cli.overrides import FIRST_NAMES, by_key, for_hydra, roots_of
 from minitx.config import ConfigError, InitFrom, RunConfig, TrainerConfig, from_dict, is_node
-from minitx.config.failures import UnknownKeyError
-from minitx.config.part import find_target, import_modules, plain_defaults, required
-from minitx.config.schema import UNIONS, config_class_of, defaults, hints_of, nearest, require
+from minitx.config.part import import_modules
+from minitx.config.schema import UnknownKeyError, defaults, require
 from minitx.config.shipped import shipped_configs
-from minitx.config.training import LOADING, MODEL, NODES
+from minitx.config.training import MODEL, NODES
 
 if TYPE_CHECKING:
     from minitx.ablation.design import AblationConfig
@@ -82,13 +79,15 @@ def build_config(config: DictConfig, words: Sequence[str] = ()) -> RunConfig:
             in the file.
     """
     typed = by_key(words)
-    with explaining(words):
+    with explaining(words, config=config):
         # before values are resolved, because a module may register a resolver
         import_modules(OmegaConf.select(config, "imports") or ())
         try:
             values = plain(config)
         except InterpolationKeyError:  # the key may only exist as a default of its target
-            values = _plain_with_defaults(config, words)
+            from minitx.cli.keys import complete
+
+            values = plain(OmegaConf.create(complete(config)))
     for name in ("experiment", "debug"):  # the effect of a file without the line in the message
         require(
             not isinstance(values.get(name), dict | list),
@@ -108,7 +107,9 @@ def build_config(config: DictConfig, words: Sequence[str] = ()) -> RunConfig:
     try:
         run = from_dict(RunConfig, {name: values[name] for name in defaults(RunConfig) if name in values})
     except UnknownKeyError as error:
-        raise ConfigError(f"{error}{_advice_on_a_file(error.key, typed)}") from error
+        from minitx.cli.keys import advice_on_a_file  # only errors need it
+
+        raise ConfigError(f"{error}{advice_on_a_file(error.key, typed)}") from error
     return _with_fitting_warmup(run, typed)
 
 
@@ -126,36 +127,9 @@ def check_names(config: DictConfig, words: Sequence[str]) -> None:
     for name in map(str, config):
         if name not in FIRST_NAMES and not re.search(rf"\$\{{{re.escape(name)}[.\[}}]", unresolved):
             key = next((key for key in by_key(words) if key.partition(".")[0] == name), name)
-            raise UnknownNameError(f"{key} is not a key{_similar_key(key, config) or '; --help shows the keys'}")
+            from minitx.cli.keys import similar_key  # only errors need it
 
-
-def _similar_key(key: str, config: DictConfig) -> str:
-    """Return the end of a message: a similar key of a composed config. For most keys, this imports torch."""
-    if "." not in key and (near := difflib.get_close_matches(key, FIRST_NAMES, n=1, cutoff=0.8)):
-        return f" (did you mean {near[0]}?)"
-    keys = _keys(config)
-    in_groups = [known for known in keys if known.rpartition(".")[2] == key]  # such as lr without its group
-    return f" (did you mean {in_groups[0]}?)" if len(in_groups) == 1 else nearest(key, keys)
-
-
-def _keys(config: DictConfig) -> list[str]:
-    """Return all keys of a run at all levels, as ``group.key``."""
-
-    def walk(node: Any, path: str) -> Iterator[str]:
-        for name, value in node.items() if isinstance(node, dict) else ():
-            if not str(name).startswith("_"):
-                yield f"{path}{name}"
-                yield from walk(value, f"{path}{name}.")
-
-    return [key for key in walk(OmegaConf.to_container(_with_defaults(config)), "") if key.partition(".")[0] in FIRST_NAMES]
-
-
-def _advice_on_a_file(key: str, typed: Mapping[str, str]) -> str:
-    """Return the end of a message about an unknown key: how to remove the key if a config file sets it for another target."""
-    group, _, name = key.partition(".")
-    if key in typed or group not in NODES or "." in name:
-        return ""
-    return f"; a config file sets it: add ~{key}, or '- override /{group}: null' to the defaults of your file"
+            raise UnknownNameError(f"{key} is not a key{similar_key(key, config) or '; --help shows the keys'}")
 
 
 def _as_stored(values: Mapping[str, Any], typed: Mapping[str, str]) -> dict[str, Any]:
@@ -191,6 +165,7 @@ def build_grid(config: DictConfig, words: Sequence[str]) -> AblationConfig | Non
             because they use only typed overrides and overrides of their study. An experiment may set such a key if it is in the
             ``base`` of every study.
     """
+    check_names(config, words)
     if (node := OmegaConf.select(config, "ablation")) is None:
         return None
     from minitx.ablation.design import AblationConfig
@@ -210,18 +185,6 @@ def build_grid(config: DictConfig, words: Sequence[str]) -> AblationConfig | Non
             f"it: set it on the command line, or in ablation.studies.NAME.base",
         )
     return grid
-
-
-def _plain_with_defaults(config: DictConfig, words: Sequence[str]) -> dict[str, Any]:
-    """Like ``plain``, with all keys of the nodes. The message about a missing key suggests a similar one."""
-    try:
-        return plain(_with_defaults(config))
-    except InterpolationKeyError as error:
-        from minitx.cli.hydra_errors import message_of  # only errors need it
-
-        keys = _keys(config)
-        missing = [name for word in words for name in re.findall(r"\$\{([\w.]+)\}", word) if name not in keys]
-        raise ConfigError(f"{message_of(error)}{nearest(missing[0], keys) if missing else ''}") from error
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
@@ -252,7 +215,7 @@ def hydra_config(words: Sequence[str]) -> DictConfig:
 
 
 @contextmanager
-def explaining(words: Sequence[str], *, sweeps: bool = False) -> Iterator[None]:
+def explaining(words: Sequence[str], *, sweeps: bool = False, config: DictConfig | None = None) -> Iterator[None]:
     """A context that turns errors of Hydra and OmegaConf into a ConfigError. For the arguments, see ``explained``."""
     try:
         yield
@@ -261,7 +224,7 @@ def explaining(words: Sequence[str], *, sweeps: bool = False) -> Iterator[None]:
 
         if isinstance(error, ConfigError) or not is_of_hydra(error):
             raise
-        raise ConfigError(explained(error, words, sweeps=sweeps)) from error
+        raise ConfigError(explained(error, words, sweeps=sweeps, config=config)) from error
 
 
 @contextmanager
@@ -273,35 +236,6 @@ def _outside_of_jobs() -> Iterator[None]:
         yield
     finally:
         GlobalHydra.instance().hydra = running
-
-
-def unlisted(words: Sequence[str]) -> list[str]:
-    """Return overrides that add the defaults of targets, so that ``--help`` and ``--cfg`` show all keys."""
-    config = hydra_config(words)
-    complete: Any = OmegaConf.to_container(_with_defaults(config))
-    nodes = {group: complete[group] for group in NODES if is_node(complete.get(group))}
-    added = [(group, name, node[name]) for group, node in nodes.items() for name in node if name not in config[group]]
-    return [f"+{group}.{name}={json.dumps(value)}" for group, name, value in added if not isinstance(value, dict)]
-
-
-def _with_defaults(config: DictConfig) -> DictConfig:
-    """Return a config whose nodes have all keys. Interpolations are not resolved."""
-    values: Any = OmegaConf.to_container(config)
-    return OmegaConf.create({name: _completed(node, name) if is_node(node) else node for name, node in values.items()})
-
-
-def _completed(node: Mapping[str, Any], group: str) -> dict[str, Any]:
-    """Return a node with the defaults of its target, and ``???`` for required keys of data. Nodes of foreign models are not changed."""
-    try:
-        target = find_target(str(node["_target_"]), group)
-    except ConfigError:
-        return dict(node)
-    if group == "model" and config_class_of(target) is None:
-        return dict(node)
-    values = plain_defaults(target)
-    if group == "data":
-        values |= dict.fromkeys(required(target), "???") | {name: default for name, (_, default) in LOADING.items()}
-    return {**node, **{name: value for name, value in values.items() if name not in node}}
 
 
 def compose_config(words: Sequence[str]) -> RunConfig:
@@ -348,40 +282,3 @@ def find_own_modules(words: Iterable[str] = ()) -> list[Path]:
             if shipped.is_file() and shipped.read_bytes() != path.read_bytes():
                 raise ConfigError(f"{path} has the name of minitx's config {shipped}: rename it")
     return folders
-
-
-# --- the command line of the other programs
-
-FilePath = Annotated[str, "a path: a leading ~ is expanded"]
-"""The type of a key of a program whose value is a path."""
-
-
-def compose_program(cls: type[Options], words: Iterable[str]) -> Options:
-    """Return the config of a program other than ``train.py``: a ``cls``, whose fields are the keys.
-
-    The value of a text key is taken literally (``prompt=Hello, world!``), unless it is ``null`` or in quotes.
-
-    Raises:
-        ConfigError: an override is not ``key=value``, a key is unknown (the message suggests a similar one), or a value has the
-            wrong type.
-    """
-    hints: dict[str, Any] = hints_of(cls)  # type: ignore[arg-type]  # a class is hashable
-    kinds = {name: {hint, *(get_args(hint) if get_origin(hint) in UNIONS else ())} for name, hint in hints.items()}
-    config, texts = OmegaConf.create({}), dict[str, Any]()
-    for word in words:
-        name, is_pair, value = word.partition("=")
-        of_key = kinds.get(name, set())
-        is_quoted = value[:1] in ("'", '"') and is_parsed(word)
-        if is_pair and of_key & {str, FilePath} and value != "null" and not is_quoted:
-            texts[name] = value
-        else:
-            override = parsed(readable(word))
-            require(not override.is_sweep_override(), f"{word} has several values: write '{name}=[...]' for a list")
-            OmegaConf.update(config, name.lstrip("+"), override.value())
-            texts.pop(name, None)
-    with explaining(()):
-        values = {**plain(config), **texts}
-    for name, value in values.items():
-        if FilePath in kinds.get(name, set()) and isinstance(value, str):
-            values[name] = os.path.expanduser(value)
-    return from_dict(cls, values)

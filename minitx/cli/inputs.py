@@ -17,7 +17,7 @@ from minitx.analysis.questions import questions_of
 from minitx.analysis.recorder import Layers, chosen_modules
 from minitx.analysis.snapshot import SOURCE, TARGET, Snapshot
 from minitx.analysis.snapshot_sources import take_snapshot
-from minitx.cli.command_line import check_utf8, encode_text, refusing
+from minitx.cli.command_line import encode_text, refusing
 from minitx.config import ConfigError, TransformerConfig
 from minitx.config.packages import package
 from minitx.config.schema import first_line, require, stated
@@ -260,7 +260,6 @@ def hf_inputs(model: Any, tokenizer: Any, text: str, name: str, target: str | No
 
 def hf_ids(model: Any, tokenizer: Any, text: str, name: str, *, is_target: bool = False) -> Any:
     """Return the encoding of ``text``, the value of the key ``name``. For errors, see ``hf_inputs``."""
-    check_utf8(text, name)
     encoding = tokenizer(text_target=text) if is_target else tokenizer(text)
     ids, size = encoding[SOURCE], model.get_input_embeddings().num_embeddings
     _check_ids(ids, name, stated(model.config, "max_position_embeddings", int) or len(ids))

