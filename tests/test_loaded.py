@@ -60,7 +60,6 @@ def test_attention_and_a_run_load_the_core_alone_and_no_more_of_it_than_before(t
     with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
         found = pool.submit(loaded, tmp_path).result()
     for use, files in found.items():
-        print(use, sum(map(code_lines, files.values())))
         lines = Counter()
         for name, path in files.items():
             lines[name.split(".")[1] if "." in name else ""] += code_lines(path)

@@ -53,16 +53,10 @@ def register_defaults() -> None:
     store = ConfigStore.instance()
     for name, values in {"trainer": defaults(TrainerConfig), "ablation": defaults(AblationConfig)}.items():
         store.store(group="schema", name=name, node=OmegaConf.create(values, flags={"struct": False}))
-    run = {name: {} if name in GROUPS else value for name, value in defaults(RunConfig).items()}
-    store.store(group="schema", name="run", node=_with_open_groups(run))
-
-
-def _with_open_groups(values: Mapping[str, Any]) -> DictConfig:
-    """Return a config whose groups accept any key, because keys are checked when the config is read."""
-    config = OmegaConf.create(dict(values))
-    for name in [name for name, value in values.items() if isinstance(value, Mapping)]:
-        OmegaConf.set_struct(config[name], False)
-    return config
+    run = OmegaConf.create({name: {} if name in GROUPS else value for name, value in defaults(RunConfig).items()})
+    for group in filter(OmegaConf.is_dict, run.values()):  # their keys are checked when the config is read
+        OmegaConf.set_struct(group, False)
+    store.store(group="schema", name="run", node=run)
 
 
 def for_cells(words: Iterable[str]) -> list[str]:

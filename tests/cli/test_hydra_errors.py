@@ -8,7 +8,7 @@ from hydra.errors import ConfigCompositionException
 
 from minitx.cli.compose import compose_config, explaining
 from minitx.config import ConfigError
-from tests.cli.conftest import assert_named, put
+from tests.cli.conftest import RESULT, assert_named, put
 
 
 def refusal(*words):
@@ -58,6 +58,18 @@ def test_options_and_keys_of_a_users_configs_are_suggested(tmp_path):
     assert "(did you mean mine?)" in refusal(folder, "experiment=mime")
     assert "(did you mean red?)" in refusal(folder, "+team=rd")
     assert "(did you mean +team?)" in refusal(folder, "team=red")
+
+
+def test_a_variable_of_a_users_config_is_set_as_a_key_is_and_swept_and_a_typo_of_it_is_refused(cli, place, monkeypatch):
+    seen = []
+    result = {**RESULT, "val_loss": 1.0, "metrics": {"val_loss": 1.0}}
+    monkeypatch.setattr("minitx.cli.train.run_training", lambda config, *_: seen.append(config.model.fields.embed_dim) or result)
+    put(place / "conf" / "primary.yaml", "defaults: [train, _self_]\nwidth: 32\nmodel: {embed_dim: '${width}'}\n")
+    words = "--config-dir=conf", "--config-name=primary"
+    for typed in ([], ["width=64"], ["-m", "width=16,48"]):
+        assert cli(*words, *typed).code == 0
+    assert seen == [32, 64, 16, 48]
+    assert_named(cli(*words, "widht=64"), "widht is not a key")
 
 
 @pytest.mark.parametrize(("words", "said"), {

@@ -14,6 +14,7 @@ import torch
 import yaml
 
 import minitx
+from minitx.cli.check import CheckConfig
 from minitx.cli.command_line import meanings, write
 from minitx.cli.evaluate import EvaluateConfig
 from minitx.cli.exit_codes import exit_code
@@ -21,7 +22,8 @@ from minitx.cli.export import ExportConfig
 from minitx.cli.generate import GenerateConfig
 from minitx.cli.overrides import readable
 from minitx.cli.train import default_folder
-from minitx.cli.view import ViewConfig
+from minitx.cli.view import PlayConfig, ViewConfig
+from minitx.config import RunConfig
 from minitx.training import StoppedError
 from minitx.training.metrics_csv import COLUMNS, read_metrics
 from tests.cli.conftest import RESULT, TINY, losses, put
@@ -53,6 +55,21 @@ def test_help_of_the_other_programs_shows_every_key_and_its_meaning(cli):
         assert (said.code, said.err) == (0, "")
         for field in dataclasses.fields(keys):
             assert f"  {field.name}=" in said.out and meanings(keys)[field.name] in said.out
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        *OTHERS.values(),
+        CheckConfig,
+        PlayConfig,
+        RunConfig,
+        *(field.default.__class__ for field in dataclasses.fields(RunConfig) if dataclasses.is_dataclass(field.default)),
+    ],
+)
+def test_the_docstring_of_every_config_has_a_meaning_for_every_key(keys):
+    known = meanings(keys)
+    assert {field.name for field in dataclasses.fields(keys)} <= {name for name, meaning in known.items() if len(meaning) > 5}
 
 
 def test_a_run_keeps_to_its_folder_and_says_where_it_is(cli, place, caplog):
