@@ -116,7 +116,10 @@ def test_a_bug_of_a_target_is_told_with_how_to_find_it_and_a_wrong_argument_with
     def strict(size):
         raise ValueError(f"size={size} is odd")
 
-    for target, said in ((broken, "NameError: name 'sise' is not defined (traceback=true shows where)"), (strict, "size=3 is odd")):
+    for target, said in (
+        (broken, "NameError: name 'sise' is not defined (traceback=true shows where)"),
+        (strict, "size=3 is odd"),
+    ):
         part = Part.from_plain(node(target, size=3), "data")
         with pytest.raises(ConfigError, match=re.escape(f"cannot be built: {said}") + "$"):
             part.build()

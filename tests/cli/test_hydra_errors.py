@@ -63,7 +63,9 @@ def test_options_and_keys_of_a_users_configs_are_suggested(tmp_path):
 def test_a_variable_of_a_users_config_is_set_as_a_key_is_and_swept_and_a_typo_of_it_is_refused(cli, place, monkeypatch):
     seen = []
     result = {**RESULT, "val_loss": 1.0, "metrics": {"val_loss": 1.0}}
-    monkeypatch.setattr("minitx.cli.train.run_training", lambda config, *_: seen.append(config.model.fields.embed_dim) or result)
+    monkeypatch.setattr(
+        "minitx.cli.train.run_training", lambda config, *_: seen.append(config.model.fields.embed_dim) or result
+    )
     put(place / "conf" / "primary.yaml", "defaults: [train, _self_]\nwidth: 32\nmodel: {embed_dim: '${width}'}\n")
     words = "--config-dir=conf", "--config-name=primary"
     for typed in ([], ["width=64"], ["-m", "width=16,48"]):

@@ -336,7 +336,12 @@ def test_code_and_pickles_in_a_folder_are_not_read(kind, folders, assert_refused
 
 def test_a_missing_transformers_is_said(folders, assert_refused, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert_refused("needs the package transformers: install minitx with the extra hf", f"model={folders / 'llama'}", "text=a", program="view")
+    assert_refused(
+        "needs the package transformers: install minitx with the extra hf",
+        f"model={folders / 'llama'}",
+        "text=a",
+        program="view",
+    )
 
 
 ASKED = ["view text=e", "view text=e knock_out=true", "view row=1 knock_out=true", "generate prompt=e", "evaluate num_shown=0"]
