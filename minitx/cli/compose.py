@@ -25,8 +25,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError
 
 from minitx.cli import importing
-from minitx.cli.overrides import FIRST_NAMES, by_key, for_hydra, roots_of
-from minitx.config import ConfigError, InitFrom, RunConfig, TrainerConfig, from_dict, is_node
+from minitx.cli.overrides import FIRST_NAMES, by_key, roots_of
+from minitx.config import CONFIG_DIR, ConfigError, InitFrom, RunConfig, TrainerConfig, from_dict, is_node
 from minitx.config.part import import_modules
 from minitx.config.schema import UnknownKeyError, defaults, require
 from minitx.config.shipped import shipped_configs
@@ -203,7 +203,7 @@ def hydra_config(words: Sequence[str]) -> DictConfig:
         _outside_of_jobs(),
         hydra.initialize_config_dir(str(shipped_configs()), version_base="1.3"),
     ):
-        config = hydra.compose("train", overrides=[*for_hydra(words), *search])
+        config = hydra.compose("train", overrides=[*(word for word in words if not word.startswith(CONFIG_DIR)), *search])
     check_names(config, words)
     return config
 
@@ -214,10 +214,17 @@ def explaining(words: Sequence[str], *, sweeps: bool = False, config: DictConfig
     try:
         yield
     except Exception as error:
-        from minitx.cli.hydra_errors import explained, is_of_hydra  # only errors need it
+        from minitx.cli.hydra_errors import explained, is_of_hydra, with_new_keys  # only errors need it
 
         if isinstance(error, ConfigError) or not is_of_hydra(error):
             raise
+        if changed := with_new_keys(words):
+            try:
+                hydra_config(changed)
+            except UnknownNameError:
+                raise
+            except ConfigError:  # the mistake is another
+                pass
         raise ConfigError(explained(error, words, sweeps=sweeps, config=config)) from error
 
 

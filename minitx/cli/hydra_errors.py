@@ -54,6 +54,19 @@ def explained(error: BaseException, words: Sequence[str], *, sweeps: bool, confi
     return f"{message_of(error).rstrip('.')}{advice}" if advice else message_of(error)
 
 
+def with_new_keys(words: Sequence[str]) -> list[str]:
+    """Return words that add each key whose first name no run has (``++key=null``), so that Hydra composes; [] without such a key.
+
+    Hydra refuses such a key in a message without a suggestion, ``check_names`` with one. Values that are sweeps are left out.
+    """
+    overrides = [override for override in _parsed(words) if "/" not in override.key_or_group and not override.package]
+    plain = [each for each in overrides if not (each.is_add() or each.is_force_add() or each.is_delete())]
+    new = {each.key_or_group for each in plain if each.key_or_group.partition(".")[0] not in (*FIRST_NAMES, "hydra")}
+    sweeps = {override.input_line for override in overrides if override.is_sweep_override()}
+    kept = [word for word in words if word not in sweeps and word.lstrip("+").partition("=")[0] not in new]
+    return [*kept, *(f"++{name}=null" for name in sorted(new))] if new else []
+
+
 def unreadable(word: str) -> str:
     """Return a message for an override that cannot be parsed."""
     name, is_pair, _ = word.partition("=")
@@ -62,7 +75,7 @@ def unreadable(word: str) -> str:
     if not re.fullmatch(r"[+~]*\w([.]?[\w@:/$-])*", name):  # not +data.path, ~model/attention@other or hydra:job
         return f"{word} cannot be read: {name!r} is not a valid key; --help shows the keys"
     quotes = "put a value with one of =,:()[]{}^~#&;!<>` or a quote into two pairs of quotes: 'key=\"value\"'"
-    return f"{word.removeprefix('++')} cannot be read: {quotes}"
+    return f"{word} cannot be read: {quotes}"
 
 
 def _parsed(words: Sequence[str]) -> Iterator[Override]:

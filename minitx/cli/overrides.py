@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -47,20 +46,3 @@ def roots_of(words: Iterable[str]) -> list[Path]:
     """Return the folders of configs: minitx's own, and those of ``--config-dir``."""
     own = (word.removeprefix(CONFIG_DIR) for word in words if word.startswith(CONFIG_DIR))
     return [shipped_configs(), *(Path(folder).absolute() for folder in own)]
-
-
-def for_hydra(words: Iterable[str]) -> list[str]:
-    """Return overrides for Hydra, which refuses a key that the config does not have, in a message without a suggestion.
-
-    Such a key is therefore added (``++key=value``): it can be a variable of the user's configs, and otherwise ``check_names``
-    refuses it.
-    """
-    words = list(words)
-    roots = roots_of(words)
-
-    def is_new(word: str) -> bool:
-        name, is_pair, _ = word.partition("=")
-        is_plain = is_pair and re.fullmatch(r"\w+(\.[\w-]+)*", name) and name.partition(".")[0] not in (*FIRST_NAMES, "hydra")
-        return bool(is_plain) and not any((root / name).is_dir() for root in roots)
-
-    return [f"++{word}" if is_new(word) else word for word in words if not word.startswith(CONFIG_DIR)]

@@ -22,7 +22,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from minitx.ablation.design import AblationConfig
 from minitx.cli.compose import (
-    UnknownNameError,
     build_config,
     build_grid,
     explaining,
@@ -33,7 +32,7 @@ from minitx.cli.compose import (
 from minitx.cli.exit_codes import SHOWS_TRACEBACK, PastHydra, exit_code, sentence
 from minitx.cli.flags import Flags
 from minitx.cli.launch import FOLDER, job_name, launch, needs_launch, run_training, started_from_outside, stop_with_parent
-from minitx.cli.overrides import for_hydra, readable
+from minitx.cli.overrides import readable
 from minitx.config import CONFIG_DIR, ConfigError, RunConfig
 from minitx.config.part import import_modules
 from minitx.config.schema import require
@@ -57,14 +56,14 @@ def main() -> int:
 
         read = Flags(of_hydra=True).read(sys.argv[1:])
         flags = [word for word in sys.argv[1:] if word not in read.overrides]
-        words = [*([f"{CONFIG_DIR}{read.config_dir}"] if read.config_dir else []), *map(readable, read.overrides)]
+        overrides = [*map(readable, read.overrides)]
+        words = [f"{CONFIG_DIR}{read.config_dir}", *overrides] if read.config_dir else [*overrides]
         find_own_modules(words)
-        added = []
         if read.config_name is None and (read.help or read.cfg == "job"):
             from minitx.cli.keys import unlisted
 
-            added = unlisted(hydra_config(words))
-        sys.argv[1:] = [*for_hydra(words), *added, *flags]  # Hydra expects flags at the end
+            overrides += unlisted(hydra_config(words))
+        sys.argv[1:] = [*overrides, *flags]  # Hydra expects flags at the end
         with explaining(words, sweeps=read.multirun):
             hydra.main(version_base="1.3", config_path=str(shipped_configs()), config_name="train")(job)()
 
@@ -133,7 +132,7 @@ def value_of_failed(error: BaseException) -> float:
     """Return the worst value for a search whose run diverged. Otherwise raise: an ``Exception`` ends only its job of a sweep."""
     if not isinstance(error, Exception):
         raise error
-    if HydraConfig.get().mode == RunMode.RUN or isinstance(error, StoppedError | UnknownNameError) or FOLDER in os.environ:
+    if HydraConfig.get().mode == RunMode.RUN or isinstance(error, StoppedError) or FOLDER in os.environ:
         raise PastHydra(error)
     log.warning("job %s failed: %s", HydraConfig.get().job.num, sentence(error)[0])  # Hydra only reports the first
     worst = worst_value()
