@@ -21,6 +21,7 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError
 
@@ -107,23 +108,20 @@ def build_config(config: DictConfig, words: Sequence[str] = ()) -> RunConfig:
     return _with_fitting_warmup(run, typed)
 
 
-class UnknownNameError(ConfigError):
-    """No run has a name that stands at the top of its config."""
-
-
 def check_names(config: DictConfig, words: Sequence[str]) -> None:
     """Check the names at the top of a composed config: keys of a run, and variables of the user that other values contain.
 
     Raises:
-        UnknownNameError: a name is neither. The message suggests a similar key.
+        UnknownKeyError: a name is neither. The message suggests a similar key.
     """
-    unresolved = json.dumps(OmegaConf.to_container(config))
-    for name in map(str, config):
-        if name not in FIRST_NAMES and not re.search(rf"\$\{{{re.escape(name)}[.\[}}]", unresolved):
+    new = [str(name) for name in config if name not in FIRST_NAMES]
+    unresolved = json.dumps(OmegaConf.to_container(config)) if new else ""
+    for name in new:
+        if not re.search(rf"\$\{{{re.escape(name)}[.\[}}]", unresolved):
             key = next((key for key in by_key(words) if key.partition(".")[0] == name), name)
             from minitx.cli.keys import similar_key  # only errors need it
 
-            raise UnknownNameError(f"{key} is not a key{similar_key(key, config) or '; --help shows the keys'}")
+            raise UnknownKeyError(key, similar_key(key, config) or "; --help shows the keys")
 
 
 def _as_stored(values: Mapping[str, Any], typed: Mapping[str, str]) -> dict[str, Any]:
@@ -218,10 +216,10 @@ def explaining(words: Sequence[str], *, sweeps: bool = False, config: DictConfig
 
         if isinstance(error, ConfigError) or not is_of_hydra(error):
             raise
-        if changed := with_new_keys(words):
+        if type(error) is ConfigCompositionException and (changed := with_new_keys(words)):
             try:
                 hydra_config(changed)
-            except UnknownNameError:
+            except UnknownKeyError:
                 raise
             except ConfigError:  # the mistake is another
                 pass

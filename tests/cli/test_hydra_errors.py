@@ -72,6 +72,14 @@ def test_a_variable_of_a_users_config_is_set_as_a_key_is_and_swept_and_a_typo_of
         assert cli(*words, *typed).code == 0
     assert seen == [32, 64, 16, 48]
     assert_named(cli(*words, "widht=64"), "widht is not a key")
+    for mistake, said in (
+        ("model.max_len=${model.max_ln}", "max_ln' not found"),
+        ("trainer=nope", "trainer must be one of"),
+        ("--config-name=no", "no"),
+    ):
+        ran = cli(*words, "width=64", mistake)  # of another word than the variable
+        assert_named(ran, said)
+        assert "width" not in ran.err
 
 
 @pytest.mark.parametrize(("words", "said"), {
