@@ -241,7 +241,8 @@ def test_the_words_of_the_other_programs_are_read_by_the_grammar_of_train():
     config = compose_program(EvaluateConfig, ["ckpt_path='c d'", *words[1:]])
     assert (config.ckpt_path, config.split, config.num_rows) == ("c d", "test", 7)
     assert config.data == {"path": "x.csv", "num": 4}
-    assert compose_program(EvaluateConfig, ["ckpt_path='c'", "ckpt_path=a, b", "output=null"]).ckpt_path == "a, b"
+    for typed, last in ((["ckpt_path='c'", "ckpt_path=a, b"], "a, b"), (["ckpt_path=a, b", "ckpt_path='c'"], "c")):
+        assert compose_program(EvaluateConfig, [*typed, "output=null"]).ckpt_path == last
     for wrong, said in (
         ("~split", r"^~split is not a key \(did you mean split\?\)"),
         ("+splt=val", r"^splt is not a key \(did you mean split\?\)"),
