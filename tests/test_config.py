@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from typing import Literal
 
 import pytest
@@ -105,6 +106,22 @@ def test_a_part_is_built_with_what_the_run_offers_to_the_arguments_that_it_names
 def test_a_function_of_python_without_a_name_in_a_module_is_a_part_too():
     part = node(lambda size, *, inner=None: (size, inner), inner=node(lambda: 5))
     assert Part.from_plain(part.with_(size=4), "data").build() == part.build(size=4) == (4, 5)
+
+
+def test_a_bug_of_a_target_is_told_with_how_to_find_it_and_a_wrong_argument_without():
+    def broken(size):
+        return sise + size  # noqa: F821
+
+    def strict(size):
+        raise ValueError(f"size={size} is odd")
+
+    for target, said in (
+        (broken, "NameError: name 'sise' is not defined (traceback=true shows where)"),
+        (strict, "size=3 is odd"),
+    ):
+        part = Part.from_plain(node(target, size=3), "data")
+        with pytest.raises(ConfigError, match=re.escape(f"cannot be built: {said}") + "$"):
+            part.build()
 
 
 def test_a_part_may_be_a_partial_function_and_take_arguments_by_position():
@@ -209,3 +226,11 @@ def test_numbers_that_yaml_reads_as_words_are_numbers_and_nothing_else_is():
     for value in ("1_000", "0x10", "1e-3x", "one", True, None, [1e-3]):
         with pytest.raises(ConfigError, match=r"^temperature="):
             from_dict(SamplesOptions, {"temperature": value})
+
+
+@pytest.mark.parametrize("value", ["abc", None, [1], {"a": 1}, 1.5])
+def test_a_value_of_no_type_of_a_union_is_refused_with_what_its_bound_allows(value):
+    node = {"_target_": NODES["schedule"], "warmup_steps": value}
+    with pytest.raises(ConfigError, match=r"^schedule\.warmup_steps=.* must be a whole number of steps, or a share"):
+        from_dict(RunConfig, {"schedule": node})
+    assert from_dict(RunConfig, {"schedule": {**node, "warmup_steps": "0.5"}}).schedule.get("warmup_steps") == 0.5

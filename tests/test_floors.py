@@ -163,7 +163,7 @@ NEEDED_BECAUSE = {
     ("ablation.report", "jinja2.Environment"): "of the package's own templates",
     ("canvas", "pickle"): "a figure of ours is copied by dumps and loads of its own bytes",
     ("canvas", "pickle.loads"): "the same",
-    ("data.extras", "importlib.import_module"): "of packages that the code names",
+    ("config.packages", "importlib.import_module"): "of packages that the code names",
     ("training.checkpoint_files", "zipfile"): "it compares the CRC of each record, and extracts nothing",
     ("config.part", "importlib.import_module"): "of what a user's config names; nodes of a checkpoint pass check_trusted first",
     ("training.trust", "importlib.import_module"): "of classes in OURS",

@@ -34,6 +34,7 @@ from tqdm import tqdm
 from minitx.ablation.design import AblationConfig, ThresholdConfig
 from minitx.ablation.grid import RECORD_KEYS, Cell, GridPlace, Record, solved_step
 from minitx.config import ConfigError
+from minitx.config.packages import package
 from minitx.training.records import end_last_line, read_json_lines
 
 log = logging.getLogger(__name__)
@@ -148,10 +149,7 @@ class SlurmPool:
 
     def __init__(self, workers: int, folder: Path, options: Mapping[str, Any]) -> None:
         self.workers = workers
-        try:
-            import submitit
-        except ImportError:
-            raise ConfigError("ablation.launcher=slurm needs submitit: install minitx with the extra slurm") from None
+        submitit = package("submitit", "ablation.launcher=slurm")
         parameters = {"name": "minitx", "timeout_min": 60, **options}
         try:
             self._executor = submitit.AutoExecutor(folder=folder, cluster=parameters.pop("cluster", "slurm"))

@@ -36,12 +36,12 @@ def _program(name: str) -> Callable[[], int]:
         try:
             code: int = importlib.import_module(f"minitx.cli.{name}").main()
         except ModuleNotFoundError as error:
-            package = (error.name or "").partition(".")[0]
-            if package in ("", "minitx"):
+            from minitx.config.packages import package_of_extra  # only errors need it
+
+            advice = package_of_extra(str(error.name).partition(".")[0])
+            if not advice:
                 raise
-            sys.stderr.write(
-                f"error: minitx-{name} needs the package {package}, which is not installed: install minitx with the extra train\n"
-            )
+            sys.stderr.write(f"error: minitx-{name} needs {advice}\n")
             raise SystemExit(2) from None
         return code
 

@@ -23,9 +23,10 @@ from minitx.ablation.execution import SLURM_JOBS, CellJob, LocalPool, SlurmPool,
 from minitx.ablation.grid import RECORD_KEYS, Cell, Record, Runs, cells, code_fingerprint, command_of
 from minitx.ablation.judge import judge
 from minitx.ablation.report import module_of, write_report
-from minitx.cli.compose import by_key, compose_cell, compose_config, for_cells
+from minitx.cli.compose import compose_cell, compose_config, for_cells
 from minitx.cli.exit_codes import CellsFailedError, sentence
 from minitx.cli.launch import run_training
+from minitx.cli.overrides import by_key
 from minitx.config import CONFIG_DIR, ConfigError
 from minitx.config.schema import require
 from minitx.crash_safe import replacing

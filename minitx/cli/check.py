@@ -17,8 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from minitx.cli import importing
-from minitx.cli.command_line import ProgramConfig, checkpoint_of, open_stored, refusing, run_program, write
-from minitx.cli.compose import FilePath
+from minitx.cli.command_line import FilePath, ProgramConfig, checkpoint_of, open_stored, refusing, run_program, write
 from minitx.config import ConfigError
 from minitx.config.schema import Natural, first_line, require, shown
 
@@ -265,10 +264,8 @@ def _stored_model(path: str, key: str, trust: bool) -> Any:
             f"{key}={path} is neither a Hugging Face folder (config.json) nor a run (checkpoints/last.ckpt)",
         )
         return open_stored(file, trust=trust).network
-    try:
-        from minitx.interop.finetune import load_folder
-    except ImportError:
-        raise ConfigError(f"{key}={path} needs the package transformers: pip install transformers") from None
+    from minitx.interop.finetune import load_folder
+
     with refusing(f"{key}={path}: "):
         return load_folder(Path(path))
 

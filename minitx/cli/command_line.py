@@ -8,20 +8,30 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
 
-from minitx.cli.compose import FilePath, Options, compose_program, find_own_modules
-from minitx.cli.exit_codes import exit_code
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+from minitx.cli.compose import explaining, find_own_modules, plain
+from minitx.cli.exit_codes import exit_code, is_traceback
 from minitx.cli.flags import Flags
-from minitx.config import ConfigError
-from minitx.config.schema import Config, defaults, require
+from minitx.cli.overrides import is_parsed, readable
+from minitx.config import ConfigError, from_dict
+from minitx.config.schema import UNIONS, Config, defaults, hints_of, require
 
 if TYPE_CHECKING:
     from minitx.data.tokenizer import Tokenizer
     from minitx.training.checkpoints import Stored
+
+
+Options = TypeVar("Options")
+
+FilePath = Annotated[str, "a path: a leading ~ is expanded"]
+"""The type of a key of a program whose value is a path."""
 
 
 class ProgramConfig(Config):
@@ -94,9 +104,39 @@ def run_program(
         if flags.help:
             write(help_text(cls, usage))
         else:
-            program(compose_program(cls, [word for word in flags.overrides if not word.startswith("traceback=")]))
+            program(compose_program(cls, [word for word in flags.overrides if not is_traceback(word)]))
 
     return exit_code(read_and_run)
+
+
+def compose_program(cls: type[Options], words: Iterable[str]) -> Options:
+    """Return the config of a program other than ``train.py``: a ``cls``, whose fields are the keys.
+
+    The value of a text key is taken literally (``prompt=Hello, world!``), unless it is ``null`` or in quotes.
+
+    Raises:
+        ConfigError: an override is not ``key=value``, a key is unknown (the message suggests a similar one), or a value has the
+            wrong type.
+    """
+    hints: dict[str, Any] = hints_of(cls)  # type: ignore[arg-type]  # a class is hashable
+    kinds = {name: {hint, *(get_args(hint) if get_origin(hint) in UNIONS else ())} for name, hint in hints.items()}
+    config, texts = OmegaConf.create({}), dict[str, Any]()
+    with explaining(()):
+        for word in words:
+            name, is_pair, value = word.partition("=")
+            is_quoted = value[:1] in ("'", '"') and is_parsed(word)
+            if is_pair and kinds.get(name, set()) & {str, FilePath} and value != "null" and not is_quoted:
+                texts[name] = value
+                continue
+            (override,) = OverridesParser.create().parse_overrides([readable(word)])
+            require(not override.is_sweep_override(), f"{word} has several values: write '{name}=[...]' for a list")
+            OmegaConf.update(config, name.lstrip("+"), override.value())
+            texts.pop(name, None)
+        values = {**plain(config), **texts}
+    for name, value in values.items():
+        if FilePath in kinds.get(name, set()) and isinstance(value, str):
+            values[name] = os.path.expanduser(value)
+    return from_dict(cls, values)
 
 
 def help_text(cls: type, usage: str) -> str:
@@ -158,13 +198,8 @@ def encode_text(tokenizer: Tokenizer, text: str, name: str) -> list[int]:
     """
     from minitx.data.tokenizer import encode_known
 
-    check_utf8(text, name)
-    return encode_known(tokenizer, text, name)
-
-
-def check_utf8(text: str, name: str) -> None:
-    """Raise a ConfigError if ``text``, the value of the key ``name``, is not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ConfigError(f"{name} is not UTF-8 text: character {error.start + 1} cannot be read") from None
+    return encode_known(tokenizer, text, name)

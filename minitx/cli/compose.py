@@ -9,30 +9,29 @@ import copy
 import dataclasses
 import json
 import logging
-import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Quote, QuotedString
-from hydra.errors import HydraException
+from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError
 
 from minitx.cli import importing
+from minitx.cli.overrides import FIRST_NAMES, by_key, roots_of
 from minitx.config import CONFIG_DIR, ConfigError, InitFrom, RunConfig, TrainerConfig, from_dict, is_node
-from minitx.config.part import find_target, import_modules, plain_defaults, required
-from minitx.config.schema import UNIONS, config_class_of, defaults, hints_of, require
+from minitx.config.part import import_modules
+from minitx.config.schema import UnknownKeyError, defaults, require
 from minitx.config.shipped import shipped_configs
-from minitx.config.training import LOADING, MODEL, NODES
+from minitx.config.training import MODEL, NODES
 
 if TYPE_CHECKING:
     from minitx.ablation.design import AblationConfig
@@ -55,21 +54,10 @@ def register_defaults() -> None:
     store = ConfigStore.instance()
     for name, values in {"trainer": defaults(TrainerConfig), "ablation": defaults(AblationConfig)}.items():
         store.store(group="schema", name=name, node=OmegaConf.create(values, flags={"struct": False}))
-    run = {name: {} if name in GROUPS else value for name, value in defaults(RunConfig).items()}
-    store.store(group="schema", name="run", node=_with_open_groups(run))
-
-
-def _with_open_groups(values: Mapping[str, Any]) -> DictConfig:
-    """Return a config whose groups accept any key, because keys are checked when the config is read."""
-    config = OmegaConf.create(dict(values))
-    for name in [name for name, value in values.items() if isinstance(value, Mapping)]:
-        OmegaConf.set_struct(config[name], False)
-    return config
-
-
-def by_key(words: Iterable[str]) -> dict[str, str]:
-    """Return overrides by the key that they set or delete. The last override of a key applies."""
-    return {word.lstrip("+~").partition("=")[0]: word for word in words}
+    run = OmegaConf.create({name: {} if name in GROUPS else value for name, value in defaults(RunConfig).items()})
+    for group in filter(OmegaConf.is_dict, run.values()):  # their keys are checked when the config is read
+        OmegaConf.set_struct(group, False)
+    store.store(group="schema", name="run", node=run)
 
 
 def for_cells(words: Iterable[str]) -> list[str]:
@@ -86,13 +74,15 @@ def build_config(config: DictConfig, words: Sequence[str] = ()) -> RunConfig:
             in the file.
     """
     typed = by_key(words)
-    with explaining(words):
+    with explaining(words, config=config):
         # before values are resolved, because a module may register a resolver
         import_modules(OmegaConf.select(config, "imports") or ())
         try:
             values = plain(config)
         except InterpolationKeyError:  # the key may only exist as a default of its target
-            values = plain(_with_defaults(config))
+            from minitx.cli.keys import complete
+
+            values = plain(OmegaConf.create(complete(config)))
     for name in ("experiment", "debug"):  # the effect of a file without the line in the message
         require(
             not isinstance(values.get(name), dict | list),
@@ -109,26 +99,29 @@ def build_config(config: DictConfig, words: Sequence[str] = ()) -> RunConfig:
         is_node(values.get("model")),
         "model is missing: start from a trained model, init_from.path=FOLDER or model=hf model.path=FOLDER, or choose model=OPTION",
     )
-    variables = _variables(config, set(values) - set(defaults(RunConfig)))
     try:
-        run = from_dict(RunConfig, {name: value for name, value in values.items() if name not in variables})
-    except ConfigError as error:
-        raise ConfigError(f"{error}{_advice_on_a_file(str(error), typed)}") from error
+        run = from_dict(RunConfig, {name: values[name] for name in defaults(RunConfig) if name in values})
+    except UnknownKeyError as error:
+        from minitx.cli.keys import advice_on_a_file  # only errors need it
+
+        raise ConfigError(f"{error}{advice_on_a_file(error.key, typed)}") from error
     return _with_fitting_warmup(run, typed)
 
 
-def _variables(config: DictConfig, names: Iterable[str]) -> set[str]:
-    """Return the keys that are not keys of a run: ``debug`` and ``ablation``, and the user's variables in other values."""
-    unresolved = json.dumps(OmegaConf.to_container(config))
-    return {"debug", "ablation"} | {name for name in names if re.search(rf"\$\{{{re.escape(name)}[.\[}}]", unresolved)}
+def check_names(config: DictConfig, words: Sequence[str]) -> None:
+    """Check the names at the top of a composed config: keys of a run, and variables of the user that other values contain.
 
+    Raises:
+        UnknownKeyError: a name is neither. The message suggests a similar key.
+    """
+    new = [str(name) for name in config if name not in FIRST_NAMES]
+    unresolved = json.dumps(OmegaConf.to_container(config)) if new else ""
+    for name in new:
+        if not re.search(rf"\$\{{{re.escape(name)}[.\[}}]", unresolved):
+            key = next((key for key in by_key(words) if key.partition(".")[0] == name), name)
+            from minitx.cli.keys import similar_key  # only errors need it
 
-def _advice_on_a_file(message: str, typed: Mapping[str, str]) -> str:
-    """Return the end of a message about an unknown key: how to remove the key if a config file sets it for another target."""
-    unknown = re.match(r"((\w+)\.\w+) is not a key", message)  # schedule.power is not a key (did you mean ...?)
-    if unknown is None or unknown[1] in typed or unknown[2] not in NODES:
-        return ""
-    return f"; a config file sets it: add ~{unknown[1]}, or '- override /{unknown[2]}: null' to the defaults of your file"
+            raise UnknownKeyError(key, similar_key(key, config) or "; --help shows the keys")
 
 
 def _as_stored(values: Mapping[str, Any], typed: Mapping[str, str]) -> dict[str, Any]:
@@ -164,6 +157,7 @@ def build_grid(config: DictConfig, words: Sequence[str]) -> AblationConfig | Non
             because they use only typed overrides and overrides of their study. An experiment may set such a key if it is in the
             ``base`` of every study.
     """
+    check_names(config, words)
     if (node := OmegaConf.select(config, "ablation")) is None:
         return None
     from minitx.ablation.design import AblationConfig
@@ -196,41 +190,40 @@ def hydra_config(words: Sequence[str]) -> DictConfig:
     """Return the config that Hydra composes for ``train.py WORDS``. This works within a job of Hydra, too.
 
     Raises:
-        ConfigError: Hydra cannot compose it.
+        ConfigError: Hydra cannot compose it, or a key is unknown.
     """
-    with explaining(words):
-        return _hydra_config(words)
-
-
-@contextmanager
-def explaining(words: Sequence[str], **options: Any) -> Iterator[None]:
-    """A context that turns errors of Hydra and OmegaConf into a ConfigError. For ``options``, see ``CommandLine``."""
-    try:
-        yield
-    except Exception as error:
-        from minitx.cli.hydra_errors import CommandLine, explained, is_of_hydra  # only errors need it
-
-        if isinstance(error, ConfigError | BrokenPipeError) or not is_of_hydra(error):
-            raise
-        raise ConfigError(explained(error, CommandLine(words, **{"keys_of": _keys_of, **options}))) from error
-
-
-def _keys_of(words: Sequence[str]) -> list[str]:
-    """Return all keys of ``train.py WORDS``, as ``group.key``."""
-    from minitx.cli.hydra_errors import names_of
-
-    return list(names_of(OmegaConf.to_container(_with_defaults(_hydra_config(words)))))
-
-
-def _hydra_config(words: Sequence[str]) -> DictConfig:
-    """Like ``hydra_config``, but with Hydra's own errors."""
     register_defaults()
-    overrides = [word for word in words if not word.startswith(CONFIG_DIR)]
     folders = find_own_modules(words)
     quoted = ("'file://" + str(folder).replace("'", r"\'") + "'" for folder in folders)
     search = [f"hydra.searchpath=[{','.join(quoted)}]"] if folders else []
-    with _outside_of_jobs(), hydra.initialize_config_dir(str(shipped_configs()), version_base="1.3"):
-        return hydra.compose("train", overrides=[*overrides, *search])
+    with (
+        explaining(words),
+        _outside_of_jobs(),
+        hydra.initialize_config_dir(str(shipped_configs()), version_base="1.3"),
+    ):
+        config = hydra.compose("train", overrides=[*(word for word in words if not word.startswith(CONFIG_DIR)), *search])
+    check_names(config, words)
+    return config
+
+
+@contextmanager
+def explaining(words: Sequence[str], *, sweeps: bool = False, config: DictConfig | None = None) -> Iterator[None]:
+    """A context that turns errors of Hydra and OmegaConf into a ConfigError. For the arguments, see ``explained``."""
+    try:
+        yield
+    except Exception as error:
+        from minitx.cli.hydra_errors import explained, is_of_hydra, with_new_keys  # only errors need it
+
+        if isinstance(error, ConfigError | BrokenPipeError) or not is_of_hydra(error):
+            raise
+        if type(error) is ConfigCompositionException and (changed := with_new_keys(words)):
+            try:
+                hydra_config(changed)
+            except UnknownKeyError:
+                raise
+            except ConfigError:  # the mistake is another
+                pass
+        raise ConfigError(explained(error, words, sweeps=sweeps, config=config)) from error
 
 
 @contextmanager
@@ -242,35 +235,6 @@ def _outside_of_jobs() -> Iterator[None]:
         yield
     finally:
         GlobalHydra.instance().hydra = running
-
-
-def unlisted(words: Sequence[str]) -> list[str]:
-    """Return overrides that add the defaults of targets, so that ``--help`` and ``--cfg`` show all keys."""
-    config = hydra_config(words)
-    complete: Any = OmegaConf.to_container(_with_defaults(config))
-    nodes = {group: complete[group] for group in NODES if is_node(complete.get(group))}
-    added = [(group, name, node[name]) for group, node in nodes.items() for name in node if name not in config[group]]
-    return [f"+{group}.{name}={json.dumps(value)}" for group, name, value in added if not isinstance(value, dict)]
-
-
-def _with_defaults(config: DictConfig) -> DictConfig:
-    """Return a config whose nodes have all keys. Interpolations are not resolved."""
-    values: Any = OmegaConf.to_container(config)
-    return OmegaConf.create({name: _completed(node, name) if is_node(node) else node for name, node in values.items()})
-
-
-def _completed(node: Mapping[str, Any], group: str) -> dict[str, Any]:
-    """Return a node with the defaults of its target, and ``???`` for required keys of data. Nodes of foreign models are not changed."""
-    try:
-        target = find_target(str(node["_target_"]), group)
-    except ConfigError:
-        return dict(node)
-    if group == "model" and config_class_of(target) is None:
-        return dict(node)
-    values = plain_defaults(target)
-    if group == "data":
-        values |= dict.fromkeys(required(target), "???") | {name: default for name, (_, default) in LOADING.items()}
-    return {**node, **{name: value for name, value in values.items() if name not in node}}
 
 
 def compose_config(words: Sequence[str]) -> RunConfig:
@@ -308,7 +272,7 @@ def find_own_modules(words: Iterable[str] = ()) -> list[Path]:
     Raises:
         ConfigError: a config in such a folder has the same group and name as a config of minitx.
     """
-    folders = [Path(word.removeprefix(CONFIG_DIR)).absolute() for word in words if word.startswith(CONFIG_DIR)]
+    _, *folders = roots_of(words)
     for place in [Path.cwd(), *(place for folder in folders for place in (folder, folder.parent))]:
         sys.path += [str(place)] if str(place) not in sys.path else []
     for folder in folders:
@@ -317,63 +281,3 @@ def find_own_modules(words: Iterable[str] = ()) -> list[Path]:
             if shipped.is_file() and shipped.read_bytes() != path.read_bytes():
                 raise ConfigError(f"{path} has the name of minitx's config {shipped}: rename it")
     return folders
-
-
-# --- the command line
-
-FilePath = Annotated[str, "a path: a leading ~ is expanded"]
-"""The type of a key of a program whose value is a path."""
-
-
-def compose_program(cls: type[Options], words: Iterable[str]) -> Options:
-    """Return the config of a program other than ``train.py``: a ``cls``, whose fields are the keys.
-
-    The value of a text key is taken literally (``prompt=Hello, world!``), unless it is ``null`` or in quotes.
-
-    Raises:
-        ConfigError: an override is not ``key=value``, a key is unknown (the message suggests a similar one), or a value has the
-            wrong type.
-    """
-    hints: dict[str, Any] = hints_of(cls)  # type: ignore[arg-type]  # a class is hashable
-    kinds = {name: {hint, *(get_args(hint) if get_origin(hint) in UNIONS else ())} for name, hint in hints.items()}
-    texts = dict[str, Any]()
-    others = list[str]()
-    for word in words:
-        name, is_pair, value = word.partition("=")
-        is_quoted = value[:1] in ("'", '"') and _is_parsed(word)
-        if is_pair and kinds.get(name, set()) & {str, FilePath} and value != "null" and not is_quoted:
-            texts[name] = value
-        else:
-            others.append(readable(word))
-    known = defaults(cls)
-    ConfigStore.instance().store(cls.__name__, _with_open_groups(known))
-    with (
-        explaining(others, keys_of=lambda _: [*known], of_run=False),
-        _outside_of_jobs(),
-        # not hydra.initialize: it looks through the sources of all modules for its caller
-        hydra.initialize_config_dir(str(shipped_configs()), version_base="1.3"),
-    ):
-        parsed: Any = OmegaConf.to_container(hydra.compose(cls.__name__, overrides=others), resolve=True)
-    values = {name: value for name, value in parsed.items() if value != "???"} | texts
-    for name, value in values.items():
-        if FilePath in kinds[name] and isinstance(value, str):
-            values[name] = os.path.expanduser(value)
-    return from_dict(cls, values)
-
-
-def readable(word: str) -> str:
-    """Return an override, with its value in quotes if Hydra's grammar cannot read it (``data.path=小说.txt``).
-
-    A value with a comma, a bracket or a quote is not quoted.
-    """
-    name, is_pair, value = word.partition("=")
-    if not is_pair or set(value) & set("'\"\\,()[]{}") or _is_parsed(word):
-        return word
-    quoted = f"{name}={QuotedString(value, Quote.double).with_quotes()}"
-    return quoted if _is_parsed(quoted) else word
-
-
-def _is_parsed(word: str) -> bool:
-    with suppress(HydraException):
-        return OverridesParser.create().parse_override(word) is not None
-    return False

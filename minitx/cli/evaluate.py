@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from minitx.cli import importing
-from minitx.cli.command_line import StoredConfig, check_output, open_stored, run_program, write, writing
-from minitx.cli.compose import FilePath
+from minitx.cli.command_line import FilePath, StoredConfig, check_output, open_stored, run_program, write, writing
 from minitx.config import EvaluationConfig
 from minitx.config.schema import Count, Natural, require
 

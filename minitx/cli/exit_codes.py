@@ -1,8 +1,4 @@
-"""Turn exceptions into a sentence and an exit code.
-
-0 done · 1 ``minitx-check`` found a fault · 2 a mistake in the command line or in its files · 3 failed after starting · 130
-SIGINT, 143 SIGTERM (after writing a checkpoint, unless trainer.ckpt_every=0 or training had not started).
-"""
+"""Turn exceptions into a sentence and an exit code. ``minitx.config.failures`` lists the exit codes."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from typing import Any
 
 from minitx.cli.launch import FOLDER, LOST, is_of_a_lost_process, tell_launcher
 from minitx.config import ConfigError
-from minitx.config.schema import FailedRunError
+from minitx.config.failures import FailedRunError, code_of
 from minitx.training import StoppedError
 
 
@@ -29,6 +25,10 @@ class PastHydra(BaseException):
     def __init__(self, error: Exception) -> None:
         super().__init__(error)
         self.error = error
+
+
+SHOWS_TRACEBACK = "shows_traceback"
+"""An attribute of an error of a job: the key ``traceback`` of the job's config."""
 
 
 def exit_code(program: Callable[[], Any]) -> int:
@@ -68,8 +68,19 @@ def _code_of(program: Callable[[], Any]) -> int:
     return 0
 
 
+def is_traceback(word: str) -> bool:
+    """Return whether a word of the command line sets the key ``traceback``."""
+    return word.lstrip("+").startswith("traceback=")
+
+
+def _shows_traceback(error: BaseException) -> bool:
+    """Whether the config of the job asks for the traceback, or without a config the command line, in a word that YAML reads as true."""
+    *_, typed = ["", *filter(is_traceback, sys.argv[1:])]
+    return bool(getattr(error, SHOWS_TRACEBACK, typed.partition("=")[2].lower() in ("true", "yes", "on")))
+
+
 def _say(error: BaseException | None, text: str, code: int) -> int:
-    if error is not None and "traceback=true" in sys.argv[1:]:
+    if error is not None and _shows_traceback(error):
         traceback.print_exception(error)
     tell_launcher(text)
     if FOLDER not in os.environ:  # in launched processes, the parent writes it once for all ranks
@@ -82,12 +93,10 @@ def sentence(error: BaseException) -> tuple[str, int]:
     from minitx.cli.hydra_errors import is_of_hydra, message_of  # only errors need it
 
     text = " ".join(str(error).split())
-    if isinstance(error, ConfigError):
-        return text, 2
-    if isinstance(error, FailedRunError | StoppedError):
-        return text, error.exit_code
+    if isinstance(error, ConfigError | FailedRunError | StoppedError):
+        return text, code_of(error)
     if is_of_hydra(error) or type(error).__module__.startswith("yaml."):
         return message_of(error), 2
     if is_of_a_lost_process(error):
-        return LOST, 3
-    return f"{type(error).__name__}: {text or 'no message'} (traceback=true shows where)", 3
+        return LOST, code_of(error)
+    return f"{type(error).__name__}: {text or 'no message'} (traceback=true shows where)", code_of(error)

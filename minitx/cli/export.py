@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from minitx.cli import importing
-from minitx.cli.command_line import StoredConfig, open_stored, refusing, run_program, write, writing
-from minitx.cli.compose import FilePath
+from minitx.cli.command_line import FilePath, StoredConfig, open_stored, refusing, run_program, write, writing
 from minitx.config.schema import require
 
 

@@ -1,30 +1,24 @@
-"""Messages for a command line that Hydra cannot compose: the first line of Hydra's message, and a suggestion.
-
-The suggestion is computed from the command line, the folders of configs and the composed config.
-"""
+"""Messages for a command line that Hydra cannot compose: the first line of Hydra's message, and a suggestion."""
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override, QuotedString
-from hydra.errors import HydraException, OverrideParseException
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationKeyError, OmegaConfBaseException
 
-from minitx.config import CONFIG_DIR, RunConfig
-from minitx.config.schema import defaults, nearest
-from minitx.config.shipped import shipped_configs
+from minitx.cli.keys import similar_key
+from minitx.cli.overrides import FIRST_NAMES, roots_of
+from minitx.config.schema import nearest, shown
 
 GLOBAL = "# @package _global_"
 """The first line of a file in ``experiment/`` and ``debug/``."""
@@ -38,12 +32,39 @@ def is_of_hydra(error: BaseException) -> bool:
     return isinstance(error, HydraException | OmegaConfBaseException) or raised_in.startswith(("hydra.", "omegaconf."))
 
 
-def explained(error: BaseException, line: CommandLine) -> str:
-    """Return one line for an error of Hydra or OmegaConf, with advice from the command line that it is about."""
+def explained(error: BaseException, words: Sequence[str], *, sweeps: bool, config: DictConfig | None) -> str:
+    """Return one line for an error of Hydra or OmegaConf, with advice on the option or the override that it is about.
+
+    Args:
+        words: overrides, and ``--config-dir=FOLDER``.
+        sweeps: whether ``a=1,2`` is a sweep (``-m``).
+        config: the composed config, if Hydra has composed one.
+    """
     if isinstance(error, OverrideParseException):
         return unreadable(error.override)
-    advice = line.advice() or line.advice_on_option(getattr(error, "missing_cfg_file", None) or "")
+    roots = roots_of(words)
+    advice = next(filter(None, (_advice(override, roots, sweeps) for override in _parsed(words))), "")
+    if isinstance(error, MissingConfigException):
+        group, _, option = (error.missing_cfg_file or "").rpartition("/")
+        options = error.options or [path.stem for root in roots for path in sorted((root / group).glob("*.yaml"))]
+        others = f"; {group} must be one of: {', '.join(options)}" if options else ""
+        advice = advice or nearest(option, options) or others
+    if isinstance(error, InterpolationKeyError) and config is not None and (missing := re.search("'(.+)'", str(error))):
+        advice = similar_key(missing[1], config)
     return f"{message_of(error).rstrip('.')}{advice}" if advice else message_of(error)
+
+
+def with_new_keys(words: Sequence[str]) -> list[str]:
+    """Return words that add each key whose first name no run has (``++key=null``), so that Hydra composes; [] without such a key.
+
+    Hydra refuses such a key in a message without a suggestion, ``check_names`` with one. Values that are sweeps are left out.
+    """
+    overrides = [override for override in _parsed(words) if "/" not in override.key_or_group and not override.package]
+    plain = [each for each in overrides if not (each.is_add() or each.is_force_add() or each.is_delete())]
+    new = {each.key_or_group for each in plain if each.key_or_group.partition(".")[0] not in (*FIRST_NAMES, "hydra")}
+    sweeps = {override.input_line for override in overrides if override.is_sweep_override()}
+    kept = [word for word in words if word not in sweeps and word.lstrip("+").partition("=")[0] not in new]
+    return [*kept, *(f"++{name}=null" for name in sorted(new))] if new else []
 
 
 def unreadable(word: str) -> str:
@@ -55,6 +76,50 @@ def unreadable(word: str) -> str:
         return f"{word} cannot be read: {name!r} is not a valid key; --help shows the keys"
     quotes = "put a value with one of =,:()[]{}^~#&;!<>` or a quote into two pairs of quotes: 'key=\"value\"'"
     return f"{word} cannot be read: {quotes}"
+
+
+def _parsed(words: Sequence[str]) -> Iterator[Override]:
+    """Yield the overrides that Hydra can parse."""
+    for word in words:
+        with suppress(HydraException):
+            yield from OverridesParser.create().parse_overrides([word] if not word.startswith("-") else [])
+
+
+def _advice(override: Override, roots: Sequence[Path], sweeps: bool) -> str:
+    """Return the end of a message that is about the form of an override; an empty text if nothing is wrong with it."""
+    name = override.key_or_group
+    is_known = "/" in name or name.partition(".")[0] in (*FIRST_NAMES, "hydra")
+    if override.is_sweep_override() and not sweeps:
+        return f"; add -m to run every value, or write '{name}=[...]' for a list"
+    if override.is_delete():
+        return "; --help shows the keys" if not is_known else ""
+    if override.is_add():
+        return f"; {name} already exists: remove the +" if is_known and "." not in name else ""
+    if override.package:
+        return f" (did you mean {name}?)"
+    if any((root / name).is_dir() for root in roots):
+        advice = "" if is_known else f" (did you mean +{name}?)"  # a group of the user's that no run has
+        return next(filter(None, (_of_option(name, option, roots) for option in _options(override.value()))), advice)
+    return ""
+
+
+def _of_option(group: str, option: Any, roots: Sequence[Path]) -> str:
+    if option is None or isinstance(option, bool | int | float | dict):
+        none = "logger=[] and callbacks=[] mean none, ~GROUP removes another group, in a file '- override /GROUP: null'"
+        return f"; {group}={shown(option)} must name an option: {none}"
+    for path in [root / group / f"{option}.yaml" for root in roots if group in ("experiment", "debug")]:
+        if path.is_file() and GLOBAL not in path.read_text(encoding="utf-8", errors="replace"):
+            return f"; {os.path.relpath(path)} must begin with the line '{GLOBAL}'"
+    return ""
+
+
+def _options(value: Any) -> Iterator[Any]:
+    """Yield the options that the value of a group names: one, several, or a sweep's."""
+    if isinstance(value, ChoiceSweep | list):
+        for entry in value.list if isinstance(value, ChoiceSweep) else value:
+            yield from _options(entry)
+    else:
+        yield value.text if isinstance(value, QuotedString) else value
 
 
 def message_of(error: BaseException) -> str:
@@ -72,142 +137,3 @@ def message_of(error: BaseException) -> str:
         first = f"{first}: {message_of(cause)}"
     key = getattr(error, "full_key", None)
     return " ".join((f"{key}: {first}" if key and key not in first else first).split())
-
-
-@dataclass(frozen=True)
-class CommandLine:
-    """A command line, and the groups, options and keys that exist.
-
-    Attributes:
-        words: overrides, and ``--config-dir=FOLDER``.
-        keys_of: a function from valid words to all keys of their config, as ``group.key``.
-        sweeps: whether ``a=1,2`` is a sweep (``-m``).
-        of_run: whether it is a command line of ``train.py``, the only program with files of options.
-    """
-
-    words: Sequence[str]
-    keys_of: Callable[[Sequence[str]], Sequence[str]]
-    sweeps: bool = False
-    of_run: bool = True
-
-    @cached_property
-    def folders(self) -> list[str]:
-        """The words that name folders of configs."""
-        return [word for word in self.words if word.startswith(CONFIG_DIR)]
-
-    @cached_property
-    def overrides(self) -> list[Override]:
-        """The overrides that Hydra can parse."""
-        parsed: list[Override] = []
-        for word in self.words:
-            with suppress(HydraException):
-                parsed += OverridesParser.create().parse_overrides([word] if word not in self.folders else [])
-        return parsed
-
-    @cached_property
-    def first_names(self) -> set[str]:
-        """The groups and keys that every config of the program has."""
-        return {*defaults(RunConfig), "ablation", "debug"} if self.of_run else {*self.keys}
-
-    @cached_property
-    def groups(self) -> dict[str, dict[str, Path]]:
-        """The files of options, by group."""
-        files: dict[str, dict[str, Path]] = {}
-        if not self.of_run:
-            return files
-        for root in (shipped_configs(), *(Path(word.removeprefix(CONFIG_DIR)) for word in self.folders)):
-            for path in sorted(root.glob("*/**/*.yaml")):
-                files.setdefault(path.parent.relative_to(root).as_posix(), {})[path.stem] = path
-        for group in ("hydra/launcher", "hydra/sweeper"):  # options of installed plugins
-            files[group] = {name.removesuffix(".yaml"): Path(name) for name in ConfigStore.instance().list(group)}
-        return files
-
-    @cached_property
-    def keys(self) -> Sequence[str]:
-        """All keys of the config with the typed options. For a run, this imports torch."""
-        chosen = [override.input_line or "" for override in self.overrides if self._is_choice(override)]
-        with suppress(Exception):
-            return self.keys_of([*self.folders, *chosen])
-        return []
-
-    def _is_choice(self, override: Override) -> bool:
-        is_plain = not (override.is_add() or override.is_force_add() or override.is_delete() or override.package)
-        value = override.value()
-        return is_plain and isinstance(value, str) and value in self.groups.get(override.key_or_group, {})
-
-    def advice(self) -> str:
-        """Return the end of a message: a similar key, option or interpolation, or a correction of the override."""
-        with suppress(OSError):  # a config file cannot be read
-            return next(filter(None, map(self._of_word, self.overrides)), "")
-        return ""
-
-    def advice_on_option(self, path: str) -> str:
-        """Return the end of a message on a missing option ``GROUP/OPTION`` that a file names: a similar option."""
-        group, _, option = path.rpartition("/")
-        with suppress(OSError):
-            return nearest(option, self.groups.get(group, {}))
-        return ""
-
-    def _of_word(self, override: Override) -> str:
-        name, value, is_group = override.key_or_group, override.value(), override.key_or_group in self.groups
-        if override.is_sweep_override() and not self.sweeps:
-            run_all = "add -m to run every value, or " if self.of_run else ""
-            return f"; {run_all}write '{name}=[...]' for a list"
-        if override.is_add() and (name in self.first_names or name in self.keys):
-            return f"; {name} already exists: remove the +"
-        if is_group and not override.is_delete():
-            return self._of_option(name, value) or self._of_group(override)
-        if not is_group and not name.startswith("hydra") and name.partition(".")[0] not in {*self.first_names, *self.groups}:
-            return self._of_key(name)
-        for reference in re.findall(r"\$\{([\w.]+)\}", str(value)):  # data.path in ${data.path}
-            if reference == name:
-                return f"; {name} refers to itself"
-            if reference not in self.keys:
-                return nearest(reference, self.keys)
-        return ""
-
-    def _of_option(self, group: str, value: Any) -> str:
-        options = self.groups[group]
-        for choice in _choices(value):
-            if choice is None or isinstance(choice, bool | int | float | dict):
-                none = "logger=[] and callbacks=[] mean none, ~GROUP removes another group"
-                return f"; {group} must name an option: {none}, in a file '- override /GROUP: null'"
-            if not isinstance(choice, str):  # a range or a glob
-                continue
-            if choice not in options:
-                return nearest(choice, options) or f"; {group} must be one of: {', '.join(options)}"
-            if group in ("experiment", "debug") and GLOBAL not in options[choice].read_text(errors="replace"):
-                return f"; {os.path.relpath(options[choice])} must begin with the line '{GLOBAL}'"
-        return ""
-
-    def _of_group(self, override: Override) -> str:
-        if override.is_add():
-            return ""
-        if override.package:
-            return f" (did you mean {override.key_or_group}?)"
-        is_new = not override.is_hydra_override() and override.key_or_group not in self.first_names
-        return f" (did you mean +{override.key_or_group}?)" if is_new else ""
-
-    def _of_key(self, name: str) -> str:
-        if "." not in name and (near_first := difflib.get_close_matches(name, self.first_names, n=1, cutoff=0.8)):
-            return f" (did you mean {near_first[0]}?)"  # found without importing torch
-        in_groups = [key for key in self.keys if key.rpartition(".")[2] == name]  # such as lr without its group
-        near = f" (did you mean {in_groups[0]}?)" if len(in_groups) == 1 else nearest(name, self.keys)
-        return near or "; --help shows the keys"
-
-
-def _choices(value: Any) -> list[Any]:
-    """Return the options that the value of a group names: one, several, or a sweep's."""
-    if isinstance(value, ChoiceSweep):
-        return [choice for entry in value.list for choice in _choices(entry)]
-    if isinstance(value, list):
-        return [choice for entry in value for choice in _choices(entry)]
-    return [value.text if isinstance(value, QuotedString) else value]
-
-
-def names_of(node: Any, path: str = "") -> Iterator[str]:
-    """Yield the keys of a config at all levels, as ``group.key``."""
-    for name, value in node.items() if isinstance(node, Mapping) else ():
-        if not str(name).startswith("_"):
-            yield f"{path}{name}"
-            yield from names_of(value, f"{path}{name}.")

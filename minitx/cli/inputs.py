@@ -17,8 +17,9 @@ from minitx.analysis.questions import questions_of
 from minitx.analysis.recorder import Layers, chosen_modules
 from minitx.analysis.snapshot import SOURCE, TARGET, Snapshot
 from minitx.analysis.snapshot_sources import take_snapshot
-from minitx.cli.command_line import check_utf8, encode_text, refusing
+from minitx.cli.command_line import encode_text, refusing
 from minitx.config import ConfigError, TransformerConfig
+from minitx.config.packages import package
 from minitx.config.schema import first_line, require, stated
 from minitx.data.batches import ValSource
 from minitx.data.splits import as_split
@@ -208,10 +209,7 @@ def open_hf(path: str, name: str) -> tuple[Any, Any]:
             are missing; transformers cannot read it; or ``adopt_hf`` refuses the model.
     """
     key_and_path = f"{name}={path}"
-    try:
-        import transformers
-    except ImportError:
-        raise ConfigError(f"{key_and_path} needs the package transformers: pip install transformers") from None
+    transformers = package("transformers", key_and_path)
     with refusing(f"{name}=", (FileNotFoundError,)):
         folder = find_folder(path, download=False)
     require((folder / "config.json").is_file(), f"{key_and_path} has no config.json, so it is not a Hugging Face folder")
@@ -262,7 +260,6 @@ def hf_inputs(model: Any, tokenizer: Any, text: str, name: str, target: str | No
 
 def hf_ids(model: Any, tokenizer: Any, text: str, name: str, *, is_target: bool = False) -> Any:
     """Return the encoding of ``text``, the value of the key ``name``. For errors, see ``hf_inputs``."""
-    check_utf8(text, name)
     encoding = tokenizer(text_target=text) if is_target else tokenizer(text)
     ids, size = encoding[SOURCE], model.get_input_embeddings().num_embeddings
     _check_ids(ids, name, stated(model.config, "max_position_embeddings", int) or len(ids))

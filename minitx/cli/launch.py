@@ -21,7 +21,8 @@ from omegaconf import OmegaConf
 
 from minitx.cli import importing
 from minitx.config import ConfigError, RunConfig, TrainerConfig, to_dict
-from minitx.config.schema import FailedRunError, require
+from minitx.config.failures import FailedRunError
+from minitx.config.schema import require
 from minitx.crash_safe import naming
 from minitx.training import StoppedError, rank, stop_signals
 

@@ -21,17 +21,24 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from minitx.ablation.design import AblationConfig
-from minitx.cli.compose import build_config, build_grid, explaining, find_own_modules, readable, register_defaults, unlisted
-from minitx.cli.exit_codes import PastHydra, exit_code, sentence
+from minitx.cli.compose import (
+    build_config,
+    build_grid,
+    explaining,
+    find_own_modules,
+    hydra_config,
+    register_defaults,
+)
+from minitx.cli.exit_codes import SHOWS_TRACEBACK, PastHydra, exit_code, sentence
 from minitx.cli.flags import Flags
 from minitx.cli.launch import FOLDER, job_name, launch, needs_launch, run_training, started_from_outside, stop_with_parent
+from minitx.cli.overrides import readable
 from minitx.config import CONFIG_DIR, ConfigError, RunConfig
 from minitx.config.part import import_modules
 from minitx.config.schema import require
 from minitx.config.shipped import shipped_configs
 from minitx.training import StoppedError, kept_environment, rank
 
-_GRIDS = set[Path]()  # folders of grids in this call
 log = logging.getLogger("minitx")
 
 
@@ -42,41 +49,52 @@ def main() -> int:
         stop_with_parent()
 
     def program() -> None:
-        _GRIDS.clear()
+        grids: set[Path] = set()
+
+        def job(composed: DictConfig) -> float | None:
+            return run_job(composed, grids)
+
         read = Flags(of_hydra=True).read(sys.argv[1:])
         flags = [word for word in sys.argv[1:] if word not in read.overrides]
-        overrides = [readable(word) for word in read.overrides]
-        words = [f"{CONFIG_DIR}{read.config_dir}", *overrides] if read.config_dir else overrides
+        overrides = [*map(readable, read.overrides)]
+        words = [f"{CONFIG_DIR}{read.config_dir}", *overrides] if read.config_dir else [*overrides]
         find_own_modules(words)
         if read.config_name is None and (read.help or read.cfg == "job"):
-            overrides += unlisted(words)
+            from minitx.cli.keys import unlisted
+
+            overrides += unlisted(hydra_config(words))
         sys.argv[1:] = [*overrides, *flags]  # Hydra expects flags at the end
         with explaining(words, sweeps=read.multirun):
-            hydra.main(version_base="1.3", config_path=str(shipped_configs()), config_name="train")(run_job)()
+            hydra.main(version_base="1.3", config_path=str(shipped_configs()), config_name="train")(job)()
 
     with kept_environment("HYDRA_FULL_ERROR"):
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
         return exit_code(program)
 
 
-def run_job(composed: DictConfig) -> float | None:
-    """Run a job of Hydra: a run or a grid. Return the value of ``optimized_metric`` for sweepers."""
+def run_job(composed: DictConfig, grids: set[Path]) -> float | None:
+    """Run a job of Hydra: a run or a grid. Return the value of ``optimized_metric`` for sweepers.
+
+    Args:
+        grids: the folders of the grids of earlier jobs. The folder of a grid is added.
+    """
     speak_on_the_first_rank()
     words = command_words()
     find_own_modules(words)
     try:
         grid = build_grid(composed, words)
         if grid is not None:
-            run_grid(grid, composed, words)
+            run_grid(grid, composed, words, grids)
             return None
         return run_one(build_config(composed, words), composed, words)
     except BaseException as error:
         remove_hydra_folder()
+        setattr(error, SHOWS_TRACEBACK, composed.traceback is True)
         return value_of_failed(error)
 
 
-def run_grid(grid: AblationConfig, composed: DictConfig, words: Sequence[str]) -> None:
-    """Run a grid. The keys outside of ``ablation`` belong to its runs, and are checked there.
+def run_grid(grid: AblationConfig, composed: DictConfig, words: Sequence[str], others: set[Path]) -> None:
+    """Run a grid, and add its folder to ``others``. The keys outside of ``ablation`` belong to its runs, and are checked there.
 
     Raises:
         ConfigError: another grid of this sweep has the same folder.
@@ -86,11 +104,11 @@ def run_grid(grid: AblationConfig, composed: DictConfig, words: Sequence[str]) -
     config = RunConfig(experiment=composed.experiment, output_dir=composed.output_dir, seed=composed.seed)
     folder = output_folder(config, composed, grid)
     require(
-        folder not in _GRIDS,
+        folder not in others,
         f"output_dir={folder} is already the folder of another grid of this sweep (-m): "
         f"set a folder that depends on the job, such as output_dir=runs/${{hydra:job.num}}",
     )
-    _GRIDS.add(folder)
+    others.add(folder)
     run_ablation(grid, folder, words, command())
 
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minitx.cli import importing
-from minitx.cli.command_line import StoredConfig, check_output, checkpoint_of, refusing, run_program, write, writing
-from minitx.cli.compose import FilePath
+from minitx.cli.command_line import FilePath, StoredConfig, check_output, checkpoint_of, refusing, run_program, write, writing
 from minitx.config import ConfigError
 from minitx.config.schema import Config, Count, Natural, require
 

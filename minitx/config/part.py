@@ -11,17 +11,14 @@ import dataclasses
 import functools
 import importlib
 import inspect
-import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib import metadata
 from typing import Any
 
 from minitx.config.schema import (
     ConfigError,
-    Readable,
     by_keyword,
     config_class_of,
     defaults,
@@ -75,7 +72,7 @@ class Takes:
 
 
 @dataclass(frozen=True, eq=False)
-class Part(Readable):
+class Part:
     """A function or class, and the arguments to call it with.
 
     ``node(target, ...)`` creates a part in Python; its arguments are read when a config takes it. Two parts are equal if their
@@ -124,7 +121,7 @@ class Part(Readable):
 
     @classmethod
     def from_plain(cls, value: Any, key: str, *annotations: Any) -> Part | None:
-        """Return a node or a part as the part at ``key``. See ``Readable.from_plain``.
+        """Return a node or a part as the part at ``key``, or raise a ConfigError. ``annotations`` come from ``Annotated``.
 
         A part in ``takes.known`` is None if its value is ``false``, or if it has ``every: 0``.
         """
@@ -155,8 +152,8 @@ class Part(Readable):
         arguments = read_call(self.target, arguments, f"{self.path}.", offers, takes.first + len(self.args), [*takes.run_keys])
         if takes.passed_on is not None:
             self._check_passed_on(arguments, takes.passed_on)
-        arguments = {key: _with_parts(value, f"{self.path}.{key}") for key, value in arguments.items()}
-        args = tuple(_with_parts(value, f"{self.path}._args_[{i}]") for i, value in enumerate(self.args))
+        arguments = _replaced(arguments, Part.from_plain, self.path)
+        args = _replaced(self.args, Part.from_plain, f"{self.path}._args_")
         return dataclasses.replace(self, arguments=arguments, args=args, run_values=run_values, takes=takes)
 
     def _check_passed_on(self, arguments: Mapping[str, Any], passed_on: Mapping[str, str]) -> None:
@@ -259,7 +256,9 @@ class Part(Readable):
         except ConfigError:
             raise
         except Exception as error:
-            raise ConfigError(f"{self.path}._target_={self.name} cannot be built: {reason(error)}") from error
+            is_of_arguments = isinstance(error, ValueError | TypeError | OSError | ImportError)
+            where = "" if is_of_arguments else " (traceback=true shows where)"  # else perhaps a bug of the target
+            raise ConfigError(f"{self.path}._target_={self.name} cannot be built: {reason(error)}{where}") from error
 
     def build_function(self, count: int) -> Any:
         """Like ``build``, but return a function that still needs ``count`` arguments instead of calling it."""
@@ -275,9 +274,8 @@ class Part(Readable):
     def _built_arguments(self) -> tuple[list[Any], dict[str, Any]]:
         """Build the parts among the arguments, and check the results against the type hints."""
         hints = hints_of(self.target)
-        arguments = {name: _with_built_parts(value) for name, value in self.arguments.items()}
-        arguments = {name: read(hints.get(name, Any), value, f"{self.path}.{name}") for name, value in arguments.items()}
-        return [_with_built_parts(value) for value in self.args], arguments
+        args, arguments = _replaced(([*self.args], dict(self.arguments)), lambda part, _: part.build())
+        return args, {name: read(hints.get(name, Any), value, f"{self.path}.{name}") for name, value in arguments.items()}
 
 
 def node(target: Callable[..., Any], **arguments: Any) -> Part:
@@ -306,26 +304,15 @@ def _completed_node(value: Any, key: str, takes: Takes) -> Mapping[str, Any]:
     return value  # type: ignore[no-any-return]
 
 
-def _with_parts(value: Any, path: str) -> Any:
-    """Return ``value`` with every nested node turned into a part."""
-    if is_node(value):
-        return Part.of(value, path)
-    if isinstance(value, Part):
-        return value if value.path else Part.from_plain(value, path)
+def _replaced(value: Any, change: Callable[[Any, str], Any], path: str = "") -> Any:
+    """Return ``value`` with ``change(entry, its path)`` in place of each nested node or part."""
+    if is_node(value) or isinstance(value, Part):
+        return change(value, path)
     if isinstance(value, Mapping):
-        return {name: _with_parts(entry, f"{path}.{name}") for name, entry in value.items()}
+        return {name: _replaced(entry, change, f"{path}.{name}") for name, entry in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_with_parts(entry, f"{path}[{i}]") for i, entry in enumerate(value))
+        return type(value)(_replaced(entry, change, f"{path}[{i}]") for i, entry in enumerate(value))
     return value
-
-
-def _with_built_parts(value: Any) -> Any:
-    """Return ``value`` with every nested part built."""
-    if isinstance(value, Part):
-        return value.build()
-    if isinstance(value, Mapping):
-        return {name: _with_built_parts(entry) for name, entry in value.items()}
-    return type(value)(map(_with_built_parts, value)) if type(value) in (list, tuple) else value
 
 
 # --- targets
@@ -423,26 +410,14 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
-# --- messages for failed builds
-
-DISTRIBUTIONS = {"sklearn": "scikit-learn", "babel": "Babel"}
-"""Package names on PyPI that differ from the names of their modules."""
-
-
 def reason(error: BaseException) -> str:
     """Return in one line why a build failed: the message of the original exception."""
     while error.__cause__ is not None:
         error = error.__cause__
     kind = type(error).__name__
-    if isinstance(error, ModuleNotFoundError) and (extra := _extra_with(module := str(error.name).partition(".")[0])):
-        return f"the package {DISTRIBUTIONS.get(module, module)} is missing, install minitx with the extra {extra}"
+    if isinstance(error, ModuleNotFoundError):
+        from minitx.config.packages import package_of_extra  # only errors need it
+
+        if advice := package_of_extra(str(error.name).partition(".")[0]):
+            return f"it needs {advice}"
     return first_line(error) if kind in ("ValueError", "ConfigError") else f"{kind}: {first_line(error)}"
-
-
-def _extra_with(module: str) -> str:
-    """Return the extra of minitx that installs a module, or an empty string."""
-    for requirement in metadata.requires("minitx") or ():
-        matched = re.match(r"([\w.-]+).*extra == ['\"](\w+)['\"]", requirement)  # peft>=0.17; extra == "hf"
-        if matched and matched[2] != "dev" and matched[1].lower() == DISTRIBUTIONS.get(module, module).lower():
-            return matched[2]
-    return ""

@@ -12,7 +12,6 @@ import math
 import re
 import types
 import typing
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,30 +30,24 @@ _FIELDS_OF = "__config_class__"
 class ConfigError(ValueError):
     """An invalid config. The message begins with ``key=value``, so that a caller can prepend a path."""
 
+    exit_code = 2
 
-class FailedRunError(RuntimeError):
-    """A run failed after it started. The message is a sentence for the user. ``exit_code`` is the exit code of its program."""
 
-    exit_code = 3
+class UnknownKeyError(ConfigError):
+    """A config has a key, ``key``, that does not exist. ``ending`` completes the message."""
+
+    def __init__(self, key: str, ending: str) -> None:
+        super().__init__(key, ending)  # unchanged arguments, so that the error can be pickled
+        self.key = key
+
+    def __str__(self) -> str:
+        return f"{self.key} is not a key{self.args[1]}"
 
 
 def require(condition: bool, message: str) -> None:
     """Raise ``ConfigError`` with ``message`` unless the condition holds."""
     if not condition:
         raise ConfigError(message)
-
-
-class Readable(ABC):
-    """A class that converts its instances from and to plain data. It can be used as a type hint."""
-
-    @classmethod
-    @abstractmethod
-    def from_plain(cls, value: Any, key: str, *annotations: Any) -> Any:
-        """Return ``value`` as an instance, or raise a ConfigError that names ``key``. ``annotations`` come from ``Annotated``."""
-
-    @abstractmethod
-    def plain(self) -> Any:
-        """Return this value as plain data."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +160,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
 
 def _is_closed(hint: Any) -> bool:
     """Whether a hint allows only plain values and dataclasses, and therefore no node."""
-    if _is_readable(hint):
+    if _is_part(hint):
         return False
     parts = [part for part in get_args(hint) if not isinstance(part, Bound)]
     if get_origin(hint) in (Annotated, tuple, *UNIONS):
@@ -209,10 +202,10 @@ def read_call(
     others = getattr(target, "OTHER_NAMES", {})
     for key in () if takes_any else values:
         if key in others:
-            raise ConfigError(f"{path}{key} is not a key: {others[key].format(path=path)}")
+            raise UnknownKeyError(f"{path}{key}", f": {others[key].format(path=path)}")
         if key not in named:
             names = [*(name for name, param in named.items() if not _is_passed(param, offers)), *other_keys]
-            raise ConfigError(f"{path}{key} is not a key{nearest(key, names, path) or '; allowed here: ' + ', '.join(names)}")
+            raise UnknownKeyError(f"{path}{key}", nearest(key, names, path) or f"; allowed here: {', '.join(names)}")
     for name, param in named.items():
         if offers is not None and param.default is param.empty and name not in {*values, *offers}:
             raise ConfigError(f"{path}{name} is missing")
@@ -243,7 +236,7 @@ def _is_passed(param: inspect.Parameter, offers: Collection[str] | None) -> bool
 def read(hint: Any, value: Any, key: str) -> Any:
     """Convert ``value`` to the type ``hint``, or raise a ConfigError that names ``key``. Unsupported hints accept any value."""
     origin, parts = get_origin(hint), get_args(hint)
-    if _is_readable(hint):
+    if _is_part(hint):
         cls, *annotations = parts if origin is Annotated else (hint,)
         return cls.from_plain(value, key, *annotations)
     if origin is Annotated:
@@ -253,7 +246,7 @@ def read(hint: Any, value: Any, key: str) -> Any:
     if origin is Literal:
         check_choice(key, value, parts)
         return value
-    if isinstance(value, Readable) or (is_node(value) and origin is not Mapping) or hint is Any:  # nested nodes are built later
+    if _is_part(value) or (is_node(value) and origin is not Mapping) or hint is Any:  # nested nodes are built later
         return value
     if hint is tuple or origin is tuple:
         return _read_tuple(parts or (Any, ...), value, key)
@@ -276,10 +269,12 @@ def _read_bounded(hint: Any, bound: Any, value: Any, key: str) -> Any:
         return read(hint, value, key)
     try:
         value = read(hint, value, key)
+        holds = bound.holds(value)
     except ConfigError:
         if get_origin(hint) not in UNIONS:  # for a union, the message of the bound names all allowed values
             raise
-    require(bound.holds(value), f"{key}={shown(value)} must {bound.words}")
+        holds = False
+    require(holds, f"{key}={shown(value)} must {bound.words}")
     return value
 
 
@@ -294,8 +289,8 @@ def _read_union(parts: Sequence[Any], value: Any, key: str) -> Any:
     """
     if value is None and types.NoneType in parts:
         return None
-    nodes = [part for part in parts if get_origin(part) is Mapping or _is_readable(part)]
-    if nodes and (is_node(value) or isinstance(value, Readable)):
+    nodes = [part for part in parts if get_origin(part) is Mapping or _is_part(part)]
+    if nodes and (is_node(value) or _is_part(value)):
         return read(nodes[0], value, key)
     options = [part for part in parts if part not in (*nodes, types.NoneType)] or nodes
     groups = [option for option in options if dataclasses.is_dataclass(option)]
@@ -395,15 +390,15 @@ def _has_node(value: Any) -> bool:
     return isinstance(value, list | tuple) and any(map(_has_node, value))
 
 
-def _is_readable(hint: Any) -> bool:
-    """Whether a hint is a subclass of ``Readable``."""
-    inner = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-    return isinstance(inner, type) and issubclass(inner, Readable)
+def _is_part(value: Any) -> bool:
+    """Whether a value is a ``Part`` or a hint for one. It is known by its method, because ``part.py`` imports this file."""
+    inner = get_args(value)[0] if get_origin(value) is Annotated else value
+    return hasattr(inner, "from_plain")
 
 
 def to_dict(config: Any) -> Any:
     """Return a config as plain data (dicts, lists, strings, numbers), as in YAML files and checkpoints."""
-    if isinstance(config, Readable):
+    if _is_part(config):
         return config.plain()
     if dataclasses.is_dataclass(config):
         return {field.name: to_dict(getattr(config, field.name)) for field in dataclasses.fields(config)}

@@ -34,7 +34,7 @@ NODES = {
 """The parts of a run, and the default ``_target_`` of each."""
 
 LOADING = {"batch_size": (Count, 32), "num_workers": (Natural, 0)}
-"""Keys of ``data`` that every data set has, with hint and default. The trainer reads them."""
+"""Keys of ``data`` that every data set has, with hint and default. Our configs set their own batch_size: 32 is for a user's data set."""
 
 REPLACED = {
     "accumulate_grad_batches": "trainer.accumulate",

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from minitx.config import IGNORED, ConfigError
-from minitx.config.schema import FailedRunError
+from minitx.config.failures import FailedRunError
 from minitx.data.seeding import VALIDATION_SEED, Draw, generator
 from minitx.data.splits import Split
 from minitx.data.task import Batch, num_targets

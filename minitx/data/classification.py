@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from minitx.config import ConfigError
+from minitx.config.packages import package
 from minitx.config.schema import Count, Fraction, Natural, read, require
-from minitx.data.extras import package
 from minitx.data.seeding import VALIDATION_SEED, Draw, generator
 from minitx.data.splits import Split, as_split
 from minitx.data.tables import column_of, divided, hold_out, labels_of, load_tables, share_of, texts_of
@@ -154,7 +154,7 @@ def digits(*, val_fraction: Fraction = 0.2, shift: Natural = 1) -> Task:
     Raises:
         ConfigError: scikit-learn is missing.
     """
-    bundle = package("sklearn.datasets", "data=digits", "scikit-learn", "vision").load_digits()
+    bundle = package("sklearn.datasets", "data=digits").load_digits()
     pixels, labels = bundle.images[:, None].astype(np.uint8), bundle.target
     train, val = stratified(labels, val_fraction)
     splits = (pixels[train], labels[train]), (pixels[val], labels[val])

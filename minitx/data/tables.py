@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from minitx.config import ConfigError
+from minitx.config.packages import package
 from minitx.config.schema import Fraction, first_line, read, require
-from minitx.data.extras import package
 from minitx.data.seeding import VALIDATION_SEED, generator
 
 log = logging.getLogger(__name__)

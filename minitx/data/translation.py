@@ -12,8 +12,8 @@ from typing import Any, Literal
 import numpy as np
 
 from minitx.config import ConfigError
+from minitx.config.packages import package
 from minitx.config.schema import Count, Fraction, require
-from minitx.data.extras import package
 from minitx.data.seeding import VALIDATION_SEED, generator
 from minitx.data.tables import hold_out, load_table, share_of, texts_of
 from minitx.data.task import Task, VocabSize
@@ -302,7 +302,7 @@ def babel_locale(tag: str) -> Any:
     Raises:
         ConfigError: Babel is missing or does not know the locale.
     """
-    babel = package("babel", "data=dates", "Babel")
+    babel = package("babel", "data=dates")
     try:
         return babel.Locale.parse(tag)
     except (babel.UnknownLocaleError, ValueError):

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from minitx.config import ConfigError
+from minitx.config.packages import package
 from minitx.config.schema import Count, Fraction, first_line, require
 from minitx.data.documents import DocumentRows, Ragged, learned_marks, task_of
-from minitx.data.extras import package
 from minitx.data.tables import column_of, divided, hold_out, load_tables, share_of
 from minitx.data.task import Task, VocabSize
 from minitx.data.tokenizer import Tokenizer, count_unknown, require_marks
@@ -59,7 +59,7 @@ class ChatFormat:
 
     def __init__(self, template: str, tokenizer: Tokenizer, name: str = "data.template") -> None:
         self.template, self.tokenizer, self.name = template, tokenizer, name
-        self.renderer = package("transformers.utils.chat_template_utils", name, "transformers", "hf").render_jinja_template
+        self.renderer = package("transformers.utils.chat_template_utils", name).render_jinja_template
         added = json.loads(tokenizer.to_dict()["json"])["added_tokens"]
         self.added = {token["content"]: token["id"] for token in added}
         texts = {id: text for text, id in self.added.items()}

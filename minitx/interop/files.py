@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from minitx.config.packages import package
 from minitx.config.schema import stated
 from minitx.crash_safe import replacing
 from minitx.data.tokenizer_folder import TOKENIZER_FILES
@@ -54,13 +55,10 @@ def find_folder(name: str | Path, *, download: bool = True) -> Path:
     folder = Path(os.path.expanduser(name))
     if folder.is_dir() or (download and not HUB_NAME.fullmatch(str(name))):
         return folder
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise ImportError(f"{name} is not a folder; to download it from the hub: pip install huggingface_hub") from None
+    hub = package("huggingface_hub", f"{name} is not a folder, and loading it from the hub")
     patterns = ["config.json", WEIGHTS, INDEX, "model-*.safetensors", *TOKENIZER_FILES]
     try:
-        return Path(snapshot_download(str(name), allow_patterns=patterns, local_files_only=not download))
+        return Path(hub.snapshot_download(str(name), allow_patterns=patterns, local_files_only=not download))
     except Exception as error:  # huggingface_hub raises many kinds, with long messages
         also = ", and cannot be downloaded" if download else ""
         raise FileNotFoundError(

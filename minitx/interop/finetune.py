@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
+from minitx.config.packages import package
 from minitx.config.schema import Count, check_choice, first_line, read, require
 from minitx.interop.adopt import adopt_hf, fold_back, release_hf
 from minitx.interop.adopted_core import adopted_cores
@@ -267,10 +268,7 @@ def quiet() -> Iterator[Any]:
     Raises:
         ImportError: ``transformers`` is not installed.
     """
-    try:
-        import transformers
-    except ImportError:
-        raise ImportError("Hugging Face models need the package transformers: pip install transformers") from None
+    transformers = package("transformers", "a Hugging Face model")
     theirs = transformers.logging
     with ExitStack() as after:
         after.callback(theirs.set_verbosity, theirs.get_verbosity())

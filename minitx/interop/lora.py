@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from minitx.config.packages import package
 from minitx.config.schema import Config, Count, Share
 
 log = logging.getLogger(__name__)
@@ -50,10 +51,7 @@ class Lora(Config):
 
 def with_lora(model: Any, lora: Lora, task: str | None, level: int) -> Any:
     """Add an adapter to the model. Warnings of PEFT are logged at ``level``."""
-    try:
-        import peft
-    except ImportError:
-        raise ImportError("lora needs the package peft: pip install peft") from None
+    peft = package("peft", "lora")
     arguments = dataclasses.asdict(lora)
     arguments["lora_alpha"] = 2 * arguments["r"] if arguments["lora_alpha"] is None else arguments["lora_alpha"]
     arguments["modules_to_save"] = list(arguments["modules_to_save"]) or None

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.utils.serialization import config as serialization
 
 from minitx.config import ConfigError, is_node
-from minitx.config.schema import FailedRunError, first_line, require
+from minitx.config.failures import FailedRunError
+from minitx.config.schema import first_line, require
 from minitx.crash_safe import PART, replacing
 from minitx.data.task import Task
 from minitx.data.tokenizer import Tokenizer

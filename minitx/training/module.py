@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from minitx.config import IGNORED, ConfigError, Part, TrainerConfig
-from minitx.config.schema import FailedRunError, require
+from minitx.config.failures import FailedRunError
+from minitx.config.schema import require
 from minitx.data.datamodule import DataModule
 from minitx.data.seeding import seed_device
 from minitx.data.task import Batch, Task

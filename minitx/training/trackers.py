@@ -12,8 +12,9 @@ from typing import Any
 import lightning.pytorch as L
 from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
 
-from minitx.config import ConfigError, Part
-from minitx.training import StoppedError, rank
+from minitx.config import Part
+from minitx.config.failures import code_of
+from minitx.training import rank
 
 
 def send_facts(trainer: L.Trainer, config: Mapping[str, Any], command: str | None) -> None:
@@ -56,20 +57,16 @@ def git_commit(folder: Path | None = None) -> str | None:
 
 @contextmanager
 def finish_wandb() -> Iterator[None]:
-    """A context that finishes the wandb run with the exit code of the program: 0, 2 (invalid config), 3 (failed), or 128 + signal.
+    """A context that finishes the wandb run with the exit code of the program (``code_of``).
 
     A run that was open before is left open.
     """
     before = _wandb_run()
-    code = 3
+    code = 0
     try:
         yield
-        code = 0
-    except (ConfigError, KeyboardInterrupt) as error:
-        code = 2 if isinstance(error, ConfigError) else 130
-        raise
-    except StoppedError as error:
-        code = 128 + error.number
+    except BaseException as error:
+        code = code_of(error)
         raise
     finally:
         if _wandb_run() is not None and before is None:

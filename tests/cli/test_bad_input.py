@@ -111,7 +111,7 @@ OTHERS = {
     "evaluate {text} =3": "=3 has no key",
     "evaluate {text} --split=test": "keys have no dashes: use split=test",
     "evaluate {text} split=val split=test": "split=test",  # the last one counts, as in train.py
-    "evaluate {text} evaluate.split=test": "Could not override",
+    "evaluate {text} evaluate.split=test": "evaluate is not a key",
     "generate {text} prompt=God length_penalty=2": "length_penalty=2.0 has no effect",
     "generate {text} prompt=God top_k=[": "top_k=[",
     "generate {text} prompt=God top_k=5": "top_k=5",
@@ -241,10 +241,24 @@ def test_a_folder_that_holds_a_run_is_not_written_over(cli, place):
     assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
 
 
-def test_traceback_shows_where_an_error_came_from(cli):
-    said = cli("traceback=true", "model.num_heads=abc")
-    assert said.code == 2
-    assert "Traceback (most recent call last)" in said.err
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "traceback=true",
+        "traceback=True",
+        "+traceback=yes modle=1",
+        "++traceback=true",
+        "-m ++traceback=true",
+        "--config-dir=conf experiment=traced",
+    ],
+)
+def test_traceback_shows_where_an_error_came_from_wherever_it_is_set(cli, place, typed):
+    put(place / "conf" / "experiment" / "traced.yaml", "# @package _global_\ntraceback: true\n")
+    for words, is_shown in ((typed, True), (typed + " traceback=false", False)):
+        said = cli(*words.split(), "model.num_heads=abc")
+        assert said.code == 2
+        assert ("Traceback (most recent call last)" in said.err) == is_shown, words
+    assert "Traceback" in cli("traceback=True", "ckpt_path=lost", program="evaluate").err
 
 
 def test_a_run_that_stops_being_finite_exits_with_3_or_records_it(cli):

@@ -12,8 +12,8 @@ import torch
 
 from minitx.check import check_attention, check_model
 from minitx.cli import check
-from minitx.cli.command_line import meanings
-from minitx.cli.compose import compose_config, compose_program
+from minitx.cli.command_line import compose_program, meanings
+from minitx.cli.compose import compose_config
 from minitx.cli.launch import run_training
 from minitx.training.checkpoint_files import write_checkpoint
 from tests.cli.conftest import TINY

@@ -8,7 +8,8 @@ import threading
 import pytest
 import torch
 
-from minitx.cli.compose import compose_config, compose_program
+from minitx.cli.command_line import compose_program
+from minitx.cli.compose import compose_config
 from minitx.cli.generate import GenerateConfig, _options
 from minitx.cli.launch import run_training
 from minitx.data.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ from hydra.errors import ConfigCompositionException
 
 from minitx.cli.compose import compose_config, explaining
 from minitx.config import ConfigError
-from tests.cli.conftest import assert_named, put
+from tests.cli.conftest import RESULT, assert_named, put
 
 
 def refusal(*words):
@@ -60,9 +60,31 @@ def test_options_and_keys_of_a_users_configs_are_suggested(tmp_path):
     assert "(did you mean +team?)" in refusal(folder, "team=red")
 
 
+def test_a_variable_of_a_users_config_is_set_as_a_key_is_and_swept_and_a_typo_of_it_is_refused(cli, place, monkeypatch):
+    seen = []
+    result = {**RESULT, "val_loss": 1.0, "metrics": {"val_loss": 1.0}}
+    monkeypatch.setattr(
+        "minitx.cli.train.run_training", lambda config, *_: seen.append(config.model.fields.embed_dim) or result
+    )
+    put(place / "conf" / "primary.yaml", "defaults: [train, _self_]\nwidth: 32\nmodel: {embed_dim: '${width}'}\n")
+    words = "--config-dir=conf", "--config-name=primary"
+    for typed in ([], ["width=64"], ["-m", "width=16,48"]):
+        assert cli(*words, *typed).code == 0
+    assert seen == [32, 64, 16, 48]
+    assert_named(cli(*words, "widht=64"), "widht is not a key")
+    for mistake, said in (
+        ("model.max_len=${model.max_ln}", "max_ln' not found"),
+        ("trainer=nope", "trainer must be one of"),
+        ("--config-name=no", "no"),
+    ):
+        ran = cli(*words, "width=64", mistake)  # of another word than the variable
+        assert_named(ran, said)
+        assert "width" not in ran.err
+
+
 @pytest.mark.parametrize(("words", "said"), {
     "+seed=1": "remove the +", "+experiment=kv_lookup": "remove the +", "seed=1,2": "-m", "data=kjv,text": "-m",
-    "seed=${sed}": "(did you mean seed?)", "seed=${seed}": "seed refers to itself", "data.path=${modle.num_layers}": "(did you mean model.num_layers?)",
+    "seed=${sed}": "(did you mean seed?)", "seed=${seed}": "seed: Recursive interpolation", "data.path=${modle.num_layers}": "(did you mean model.num_layers?)",
     "model=null": "must name an option", "logger=[csv,3]": "must name an option", "model=zzz": "char_small", "zzz=1": "--help",
     "+debug=one_step": "remove the +", "model@left=gpt2": "(did you mean model?)", "hydra/sweeper=optunaa": "optuna", "~zzz": "--help", "seed=3 modle.num_layers=2": "(did you mean model.num_layers?)",
     "trainer=cpu model.num_layers=3 modle=gpt2": "(did you mean model?)",
@@ -72,8 +94,8 @@ def test_what_is_wrong_with_the_form_of_a_word_is_said(words, said):
 
 
 def test_a_suggestion_is_computed_from_the_words_and_not_read_from_hydras_message():
-    for text in ("Etwas ging schief.\nEs gibt kein 'modle'.", "", "Could not override 'data'."):
-        with pytest.raises(ConfigError, match=r"\(did you mean model\.num_layers\?\)$"), explaining(["modle.num_layers=2"]):
+    for text in ("Etwas ging schief.\nEs gibt schon 'seed'.", "", "Could not append 'data'."):
+        with pytest.raises(ConfigError, match=r"seed already exists: remove the \+$"), explaining(["model=gpt2", "+seed=2"]):
             raise ConfigCompositionException(text)
 
 

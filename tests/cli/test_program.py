@@ -16,14 +16,16 @@ import yaml
 
 import minitx
 from minitx.cli import train
-from minitx.cli.command_line import meanings, write
-from minitx.cli.compose import readable
+from minitx.cli.check import CheckConfig
+from minitx.cli.command_line import compose_program, meanings, write
 from minitx.cli.evaluate import EvaluateConfig
 from minitx.cli.exit_codes import exit_code
 from minitx.cli.export import ExportConfig
 from minitx.cli.generate import GenerateConfig
+from minitx.cli.overrides import readable
 from minitx.cli.train import default_folder
-from minitx.cli.view import ViewConfig
+from minitx.cli.view import PlayConfig, ViewConfig
+from minitx.config import ConfigError, RunConfig
 from minitx.training import StoppedError
 from minitx.training.metrics_csv import COLUMNS, read_metrics
 from tests.cli.conftest import RESULT, TINY, losses, put
@@ -55,6 +57,21 @@ def test_help_of_the_other_programs_shows_every_key_and_its_meaning(cli):
         assert (said.code, said.err) == (0, "")
         for field in dataclasses.fields(keys):
             assert f"  {field.name}=" in said.out and meanings(keys)[field.name] in said.out
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        *OTHERS.values(),
+        CheckConfig,
+        PlayConfig,
+        RunConfig,
+        *(field.default.__class__ for field in dataclasses.fields(RunConfig) if dataclasses.is_dataclass(field.default)),
+    ],
+)
+def test_the_docstring_of_every_config_has_a_meaning_for_every_key(keys):
+    known = meanings(keys)
+    assert {field.name for field in dataclasses.fields(keys)} <= {name for name, meaning in known.items() if len(meaning) > 5}
 
 
 def test_a_run_keeps_to_its_folder_and_says_where_it_is(cli, place, caplog):
@@ -221,6 +238,31 @@ def test_letters_that_hydra_cannot_read_are_quoted_and_its_own_marks_are_left_to
         assert readable(f"data.path={value}") == f'data.path="{value}"'
     for word in ("a=b c", "seed=1,2", 'data.path="小说.txt"', "tags=[小,说]", "~小说", "data.path=小,说"):
         assert readable(word) == word
+
+
+def test_the_words_of_the_other_programs_are_read_by_the_grammar_of_train():
+    words = [
+        "+ckpt_path=a, b",
+        "split=val",
+        "split=test",
+        "data={path:x.csv,num:3}",
+        "++data.num=4",
+        "num_rows=${num_shown}",
+        "num_shown=7",
+    ]
+    config = compose_program(EvaluateConfig, ["ckpt_path='c d'", *words[1:]])
+    assert (config.ckpt_path, config.split, config.num_rows) == ("c d", "test", 7)
+    assert config.data == {"path": "x.csv", "num": 4}
+    for typed, last in ((["ckpt_path='c'", "ckpt_path=a, b"], "a, b"), (["ckpt_path=a, b", "ckpt_path='c'"], "c")):
+        assert compose_program(EvaluateConfig, [*typed, "output=null"]).ckpt_path == last
+    for wrong, said in (
+        ("~split", r"^~split is not a key \(did you mean split\?\)"),
+        ("+splt=val", r"^splt is not a key \(did you mean split\?\)"),
+        ("split", "form key=value"),
+        ("data.a=(", "quotes"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            compose_program(EvaluateConfig, ["ckpt_path=a", wrong])
 
 
 def test_a_plan_of_64_processes_is_printed_and_leaves_no_folder(cli, place, caplog):

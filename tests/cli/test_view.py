@@ -314,7 +314,7 @@ def test_a_page_to_play_with_needs_no_model(output, assert_refused, place):
     assert (place / "play.html").read_text(encoding="utf-8") == playground().page
     output("view", "output=mine.html", "pages=docs/index.html", "--play")
     assert (place / "mine.html").read_text(encoding="utf-8") == playground(pages="docs/index.html").page
-    assert_refused("Could not override 'ckpt_path'", "--play", "ckpt_path=a", program="view")
+    assert_refused("ckpt_path is not a key", "--play", "ckpt_path=a", program="view")
     assert_refused("output=no/play.html", "--play", "output=no/play.html", program="view")
 
 
@@ -335,7 +335,12 @@ def test_code_and_pickles_in_a_folder_are_not_read(kind, folders, assert_refused
 
 def test_a_missing_transformers_is_said(folders, assert_refused, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert_refused("pip install transformers", f"model={folders / 'llama'}", "text=a", program="view")
+    assert_refused(
+        "needs the package transformers: install minitx with the extra hf",
+        f"model={folders / 'llama'}",
+        "text=a",
+        program="view",
+    )
 
 
 ASKED = ["view text=e", "view text=e knock_out=true", "view row=1 knock_out=true", "generate prompt=e", "evaluate num_shown=0"]

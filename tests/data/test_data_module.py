@@ -6,6 +6,7 @@ import torch
 
 import minitx.data as sets
 from minitx.config import ConfigError, Part
+from minitx.config.packages import package
 from minitx.data.batches import Address, TrainSource
 from minitx.data.corpus import kjv_text
 from minitx.data.datamodule import DataModule
@@ -75,6 +76,17 @@ def test_a_missing_package_is_named_with_its_extra(make, module, said, cache, mo
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError, match=f"^{said}$"):
         make()
+
+
+@pytest.mark.parametrize("line", ["import no_such_dependency", "raise ImportError('broken')", "1 / 0"])
+def test_an_installed_package_that_is_broken_is_not_called_missing(tmp_path, monkeypatch, line):
+    (tmp_path / "installed.py").write_text(line)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises((ImportError, ZeroDivisionError), match=r"no_such_dependency|broken|division") as caught:
+        package("installed.part", "data=kjv")
+    assert not isinstance(caught.value, ConfigError)
+    with pytest.raises(ConfigError, match=r"^data=kjv needs the package absent: pip install absent$"):
+        package("absent.part", "data=kjv")
 
 
 @pytest.mark.parametrize(("content", "values"), [("x" * 20, {"context_len": 31}), ("x" * 20, {"val_fraction": 0.05})])

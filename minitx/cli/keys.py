@@ -1,0 +1,68 @@
+"""All keys of a composed config, with those that only the targets of its nodes name: for help and for suggestions."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from minitx.cli.overrides import FIRST_NAMES
+from minitx.config import ConfigError, is_node
+from minitx.config.part import find_target, plain_defaults, required
+from minitx.config.schema import config_class_of, nearest
+from minitx.config.training import LOADING, NODES
+
+
+def complete(config: DictConfig) -> dict[str, Any]:
+    """Return a config whose nodes have all keys. Interpolations are not resolved."""
+    values: Any = OmegaConf.to_container(config)
+    return {name: _completed(node, name) if is_node(node) else node for name, node in values.items()}
+
+
+def _completed(node: Mapping[str, Any], group: str) -> dict[str, Any]:
+    """Return a node with the defaults of its target, and ``???`` for required keys of data. Nodes of foreign models are not changed."""
+    try:
+        target = find_target(str(node["_target_"]), group)
+    except ConfigError:
+        return dict(node)
+    if group == "model" and config_class_of(target) is None:
+        return dict(node)
+    values = plain_defaults(target)
+    if group == "data":
+        values |= dict.fromkeys(required(target), "???") | {name: default for name, (_, default) in LOADING.items()}
+    return {**node, **{name: value for name, value in values.items() if name not in node}}
+
+
+def unlisted(config: DictConfig) -> list[str]:
+    """Return overrides that add the defaults of targets, so that ``--help`` and ``--cfg`` show all keys."""
+    nodes = {group: node for group, node in complete(config).items() if group in NODES and is_node(node)}
+    added = [(group, name, node[name]) for group, node in nodes.items() for name in node if name not in config[group]]
+    return [f"+{group}.{name}={json.dumps(value)}" for group, name, value in added if not isinstance(value, dict)]
+
+
+def similar_key(key: str, config: DictConfig) -> str:
+    """Return the end of a message: a key similar to ``key`` among those of a composed config. For most keys, this imports torch."""
+    if "." not in key and (near := difflib.get_close_matches(key, FIRST_NAMES, n=1, cutoff=0.8)):
+        return f" (did you mean {near[0]}?)"
+    keys = list(_keys({name: node for name, node in complete(config).items() if name in FIRST_NAMES}))
+    in_groups = [known for known in keys if known.rpartition(".")[2] == key]  # such as lr without its group
+    return f" (did you mean {in_groups[0]}?)" if len(in_groups) == 1 else nearest(key, keys)
+
+
+def advice_on_a_file(key: str, typed: Mapping[str, str]) -> str:
+    """Return the end of a message about an unknown key: how to remove the key if a config file sets it for another target."""
+    group, _, name = key.partition(".")
+    if key in typed or group not in NODES or "." in name:
+        return ""
+    return f"; a config file sets it: add ~{key}, or '- override /{group}: null' to the defaults of your file"
+
+
+def _keys(node: Any, path: str = "") -> Iterator[str]:
+    """Yield the keys of a config at all levels, as ``group.key``."""
+    for name, value in node.items() if isinstance(node, Mapping) else ():
+        if not str(name).startswith("_"):
+            yield f"{path}{name}"
+            yield from _keys(value, f"{path}{name}.")
