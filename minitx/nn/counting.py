@@ -13,7 +13,6 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 from statistics import linear_regression
 from tempfile import TemporaryDirectory
@@ -99,7 +98,6 @@ def fit_exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
 # --- by formula
 
 
-@cache
 def train_flops(config: TransformerConfig, length: int | None = None, decoder_length: int | None = None) -> float:
     """Return the floating-point operations of one training step on one *row* of ``length`` tokens.
 

@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import lightning.pytorch as L
@@ -163,15 +164,21 @@ def _publish(trainer: L.Trainer, values: Mapping[str, Any]) -> None:
 
 def batch_flops(model: TransformerConfig, batch: dict[str, Tensor]) -> float:
     """Return the training FLOPs of one micro-batch of one of our models, padding included."""
-    from minitx.nn.counting import train_flops  # only a device of known peak needs it
-
     if not isinstance(model.attention, str):
         return 0.0  # custom cores have no FLOP count
     if model.architecture == "vision":
-        return len(batch["pixel_values"]) * train_flops(model)
+        return len(batch["pixel_values"]) * _flops_of_row(model)
     rows, length = batch["input_ids"].shape
     target = batch["decoder_input_ids"].shape[1] if model.architecture == "encoder_decoder" else None
-    return rows * train_flops(model, length, target)
+    return rows * _flops_of_row(model, length, target)
+
+
+@cache
+def _flops_of_row(*arguments: Any) -> float:
+    """``train_flops``, computed once for each shape."""
+    from minitx.nn.counting import train_flops  # only a device of known peak needs it
+
+    return train_flops(*arguments)
 
 
 def step_means(trainer: L.Trainer, module: TrainingModule) -> dict[str, float]:
