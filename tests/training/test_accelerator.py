@@ -26,6 +26,7 @@ from minitx.cli.train import run_on_devices
 from minitx.config import ConfigError, EvaluationConfig, TrainerConfig
 from minitx.data.seeding import kept_generators, seed_device
 from minitx.data.task import Task
+from minitx.nn.efficient import LinearAttention, approximation_error
 from minitx.nn.precision import widest_float
 from minitx.nn.transfer import to_device, to_host
 from minitx.training.checkpoints import move_to_device
@@ -159,6 +160,8 @@ def abilities():
     check_count(options)
     pretend.like_apple()
     assert widest_float(device) == torch.float32
+    rows = torch.ones(1, 2, 5, 4, device=device)
+    assert approximation_error(LinearAttention(), rows, rows, rows)["relative_error"] < 1e-6
     with pytest.raises(ConfigError, match=r"trainer\.precision=64-true: PRETEND does not support float64"):
         check_count(options)
     with pytest.raises(ConfigError, match=r"device=pretend cannot be used: pretend has no torch\.float64"):
