@@ -243,7 +243,7 @@ def result_of(folder: Path, trained: Mapping[str, Any], cap: int) -> dict[str, A
         "cap": cap,
         "loss": [short(loss) for loss in losses],
         "accuracy": None if set(accuracies) <= {None} else accuracies,
-        "nonfinite_step": trained["nonfinite_step"],
+        "nonfinite_step": trained["steps"] + 1 if trained["nonfinite_phase"] else None,
         "validation": [[row["step"], finite(row["val_loss"])] for row in table if row.get("val_loss") is not None],
         "val_loss": trained["val_loss"],
         "val_accuracy": trained["val_accuracy"],

@@ -226,7 +226,8 @@ def value_of(result: Mapping[str, Any], metric: str = "val_loss") -> float:
 def summary_line(result: Mapping[str, Any], folder: Path) -> str:
     """Return the result of a run in a line, followed by its folder."""
     step = result["nonfinite_step"]
-    values = [f"{result['steps']} steps" if step is None else f"not finite at step {step}"]
+    place = "in the validation after" if result["nonfinite_phase"] == "validation" else "at"
+    values = [f"{result['steps']} steps" if step is None else f"not finite {place} step {step}"]
     for name in ("val_loss", "val_accuracy"):
         if result[name] is not None:
             values.append(f"{name.replace('val_', 'validation ')} {result[name]:.4f}")

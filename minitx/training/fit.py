@@ -84,17 +84,17 @@ class Run:
             for line in epoch_hooks(callbacks):
                 log_on_rank_zero(line)
             send_facts(trainer, self.state["config"], (files or {}).get("command.txt"))
-            nonfinite_step = self._train(trainer)
-            metrics = {} if nonfinite_step else dict(trainer.callback_metrics)
-            if nonfinite_step is None and (self.evaluation.at_end or self.evaluation.test):
+            nonfinite = self._train(trainer)
+            metrics = {} if nonfinite else dict(trainer.callback_metrics)
+            if nonfinite is None and (self.evaluation.at_end or self.evaluation.test):
                 from minitx.training.evaluation import evaluate_splits
 
                 metrics = evaluate_splits(trainer, module, data, self.evaluation, folder, self.state["model"])
             trainer.strategy.barrier()  # the result is read from files that the first process writes
-        return summarise(folder, trainer.global_step, nonfinite_step, metrics, data.task.floors, module.network)
+        return summarise(folder, trainer.global_step, nonfinite, metrics, data.task.floors, module.network)
 
-    def _train(self, trainer: L.Trainer) -> int | None:
-        """Train, and validate at the last step. With ``on_nonfinite=record``, return the first non-finite step, or None."""
+    def _train(self, trainer: L.Trainer) -> NonFiniteError | None:
+        """Train, and validate at the last step. With ``on_nonfinite=record``, return the error that ended the run, or None."""
         signals = next(each for each in trainer.callbacks if isinstance(each, LastCheckpoint))  # type: ignore[attr-defined]
         try:
             with signals, self._noting_gradients(trainer) as self.module.reached:
@@ -102,7 +102,7 @@ class Run:
         except NonFiniteError as error:
             if self.on_nonfinite == "stop":
                 raise
-            return error.step + 1
+            return error
         except MisconfigurationException as error:
             raise ConfigError(f"model: {first_line(error)}") from error
         except ConfigError:

@@ -50,6 +50,8 @@ log = logging.getLogger(__name__)
 class NonFiniteError(FailedRunError):
     """The loss or the gradient was not finite in step ``step``, counted from 0. The update of this step was skipped."""
 
+    phase = "training"
+
     def __init__(self, step: int, loss: float, grad_norm: float) -> None:
         super().__init__(step, loss, grad_norm)  # unchanged arguments, so that the error can be pickled
         self.step, self.loss, self.grad_norm = step, loss, grad_norm
@@ -63,6 +65,8 @@ class NonFiniteError(FailedRunError):
 
 class NonFiniteValidationError(NonFiniteError):
     """The validation loss after ``step`` updates is not finite."""
+
+    phase = "validation"
 
     def __str__(self) -> str:
         return (

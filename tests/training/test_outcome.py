@@ -17,6 +17,8 @@ from extra import of_digits, train_with
 from torch import nn
 
 import minitx.training.run as run_module
+from minitx.ablation.measures import result_of
+from minitx.cli.train import summary_line
 from minitx.config import ConfigError, EvaluationConfig
 from minitx.data.batches import Address
 from minitx.data.datamodule import DataModule
@@ -130,7 +132,7 @@ def test_two_processes_cannot_train_in_one_folder(tmp_path):
 
 def summary(folder, *rows, **facts):
     write(folder / "metrics.csv", rows)
-    plain = {"steps": 2, "floors": FLOORS, "nonfinite_step": None, "network": torch.nn.Linear(2, 1), "metrics": {}}
+    plain = {"steps": 2, "floors": FLOORS, "nonfinite": None, "network": torch.nn.Linear(2, 1), "metrics": {}}
     return summarise(folder, **{**plain, **facts})
 
 
@@ -142,7 +144,7 @@ def test_a_result_is_read_off_the_last_step_and_the_last_validation_and_is_plain
     result = summary(tmp_path, ({"train_loss": math.inf}, 3), ({"val_loss": math.nan, "val_accuracy": 0.5}, 3))
     assert json.loads(json.dumps(result, allow_nan=False)) == result
     assert (result["train_loss"], result["val_loss"], result["val_accuracy"]) == (None, None, 0.5)
-    result = summary(tmp_path, first, second, nonfinite_step=2)
+    result = summary(tmp_path, first, second, nonfinite=NonFiniteError(1, math.inf, math.inf))
     found = (result["steps"], result["nonfinite_step"], result["train_loss"], result["val_loss"], result["val_accuracy"])
     assert found == (1, 2, 4.0, None, None)  # a run that was not finite has no validation
     assert (summary(tmp_path)["train_loss"], summary(tmp_path)["metrics"]) == (None, {})
@@ -321,7 +323,10 @@ def test_a_validation_that_is_not_finite_counts_as_a_step_that_is_not(make_confi
     with pytest.raises(NonFiniteError, match="the validation loss after step 3 is not finite"):
         train(config, tmp_path / "stop", objective=NanInValidation())
     result = train(dataclasses.replace(config, on_nonfinite="record"), tmp_path / "record", objective=NanInValidation())
-    assert (result["steps"], result["nonfinite_step"], result["val_loss"]) == (3, 4, None)
+    found = (result["steps"], result["nonfinite_step"], result["nonfinite_phase"], result["val_loss"])
+    assert found == (3, 3, "validation", None)
+    assert summary_line(result, tmp_path).startswith("not finite in the validation after step 3  ")
+    assert result_of(tmp_path / "record", result, 3)["nonfinite_step"] == 4  # in the records of grids: last step + 1
 
 
 def test_a_run_that_ends_early_says_why(make_config, tmp_path, caplog):
