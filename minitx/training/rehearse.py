@@ -13,7 +13,6 @@ the same result, and none waits for another.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
 import logging
@@ -21,7 +20,7 @@ import math
 import tempfile
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -37,7 +36,7 @@ from minitx.data.datamodule import DataModule
 from minitx.data.seeding import Draw, kept_generators
 from minitx.data.splits import Split
 from minitx.data.task import Batch, counting, num_targets, select_rows
-from minitx.nn.modes import evaluating
+from minitx.nn.modes import evaluating, restored
 from minitx.training import StoppedError
 from minitx.training.checkpoint_files import load_weights, network_weights, read_checkpoint
 from minitx.training.devices import device_of
@@ -393,67 +392,9 @@ def _path_of(frame: FrameType, module: TrainingModule, callbacks: Mapping[str, P
 def restored_afterwards(module: TrainingModule, device: torch.device) -> Iterator[None]:
     """A context that restores the network, the objective and the random generators, and logs only errors."""
     level = logging.root.manager.disable
-    with ExitStack() as stack:
-        stack.enter_context(kept_generators(device))
-        stack.callback(logging.disable, level)
+    with kept_generators(device), restored(module.network, module.objective):
         logging.disable(logging.WARNING)
-        for part in module.network.modules():
-            stack.callback(_Saved.of_module(part).restore)
-        if isinstance(module.objective, nn.Module):
-            for part in module.objective.modules():
-                stack.callback(_Saved.of_module(part).restore)
-        elif hasattr(module.objective, "__dict__"):
-            stack.callback(_Saved(vars(module.objective)).restore)
-        yield
-
-
-class _Saved:
-    """The state of an object: its attributes, and the numbers of its parameters and buffers.
-
-    Args:
-        attributes: the ``__dict__`` of the object. A module's has dicts of its parameters, buffers and hooks.
-        tensors: its parameters and buffers.
-    """
-
-    def __init__(self, attributes: dict[str, Any], tensors: Iterable[Tensor] = ()) -> None:
-        self.attributes = attributes
-        self.values = {name: (value, _copied(value)) for name, value in attributes.items()}
-        self.tensors = [(tensor, tensor.detach().clone(), tensor.requires_grad) for tensor in tensors]
-
-    @classmethod
-    def of_module(cls, module: nn.Module) -> _Saved:
-        """Save a module without its children."""
-        return cls(vars(module), [*module.parameters(recurse=False), *module.buffers(recurse=False)])
-
-    def restore(self) -> None:
-        """Restore the attributes, so that the object has the same tensors again, and then the numbers of these tensors."""
-        self._restore_attributes()
-        with torch.no_grad():
-            for tensor, numbers, requires_grad in self.tensors:
-                tensor.requires_grad_(requires_grad)
-                tensor.grad = None
-                if tensor.dtype == numbers.dtype:
-                    tensor.copy_(numbers)
-                else:  # with bf16-true, restore the unrounded weights, because an average starts from them
-                    tensor.data = numbers.to(tensor.device)
-
-    def _restore_attributes(self) -> None:
-        """Restore the same objects, and what containers and tensors among them contained."""
-        self.attributes.clear()
-        for name, (value, content) in self.values.items():
-            self.attributes[name] = value
-            if isinstance(value, Tensor):
-                with torch.no_grad():
-                    value.copy_(content)
-            elif isinstance(value, dict | set):
-                value.clear()
-                value.update(content)
-            elif isinstance(value, list):
-                value[:] = content
-
-
-def _copied(value: Any) -> Any:
-    """Return a copy of an attribute that can change in place, or None."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    return copy.copy(value) if isinstance(value, dict | set | list) else None
+        try:
+            yield
+        finally:
+            logging.disable(level)

@@ -78,5 +78,5 @@ def test_a_value_that_lightning_refuses_is_named_by_its_key(tmp_path):
     with pytest.raises(ConfigError, match=r"^trainer\.extra: .*'bogus'.* is not a valid duration"):
         build_trainer(options, tmp_path, [], [], 0)
     second = TrainerConfig(max_steps=3, plugins=({"_target_": "lightning.pytorch.plugins.TorchCheckpointIO"},))
-    with pytest.raises(ConfigError, match="^trainer: .*multiple values for CheckpointIO"):
+    with pytest.raises(ConfigError, match=r"^trainer: .*multiple values for CheckpointIO"):
         build_trainer(second, tmp_path, [], [], 0)
