@@ -48,6 +48,17 @@ def made_up_inputs(root: Any) -> dict[str, Tensor]:
     return inputs | ({"decoder_input_ids": ids[:, :TARGET]} if "decoder_input_ids" in arguments else {})
 
 
+def outermost(module: nn.Module) -> Iterator[Any]:
+    """The transformers models in ``module`` that are not inside of another."""
+    from transformers import PreTrainedModel
+
+    if isinstance(module, PreTrainedModel):
+        yield module
+    else:
+        for child in module.children():
+            yield from outermost(child)
+
+
 class AdoptionTrial:
     """A call of a model in evaluation mode, before its attention is replaced. The model is called twice.
 

@@ -54,8 +54,9 @@ def restored(*owners: object, numbers: bool = True) -> Iterator[None]:
     with ExitStack() as stack:
         for owner in owners:
             for part in owner.modules() if isinstance(owner, nn.Module) else [owner] if hasattr(owner, "__dict__") else ():
-                of_module = numbers and isinstance(part, nn.Module)
-                tensors = [*part.parameters(recurse=False), *part.buffers(recurse=False)] if of_module else ()
+                tensors: Iterable[Tensor] = ()
+                if numbers and isinstance(part, nn.Module):
+                    tensors = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
                 stack.callback(_Saved(vars(part), tensors).restore)
         yield
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -136,11 +136,15 @@ class OtherScale:
             scale_multiplier(to, 1)  # raises if the scale is not a fixed number
         self.scale = None if to == "own" else (to, factor)
 
-    def trial(
-        self, model: nn.Module, layers: Mapping[str, Any], inputs: Mapping[str, Any] | None
-    ) -> tuple[dict[str, Any], Callable[[], tuple[dict[str, Any], str]]]:
-        """Call ``model``. Return the first ``minitx.nn.folding.Use`` of each layer's core, and a function that calls it again.
+    def fold(
+        self, model: nn.Module, layers: Mapping[str, Any], to: str | float, factor: float, inputs: Mapping[str, Any] | None
+    ) -> None:
+        """Change the scale of all ``layers`` of ``model`` with such a core, and compensate in their weights (``fold_scale``).
 
-        This function returns the uses then, and a description of what differs in the answer, empty if nothing does.
+        Args:
+            inputs: the arguments of a call of the model, or None.
+
+        Raises:
+            ValueError: the weights cannot compensate. The model is then unchanged.
         """
         raise NotImplementedError
