@@ -29,7 +29,7 @@ NODES = {
     "data": "minitx.data.kjv",
     "objective": "minitx.training.objectives.CrossEntropy",
     "optimizer": "minitx.training.optimizers.adamw",
-    "schedule": "minitx.training.optimizers.cosine",
+    "schedule": "minitx.training.schedules.cosine",
 }
 """The parts of a run, and the default ``_target_`` of each."""
 

@@ -22,9 +22,9 @@ from minitx.training.callbacks import StopAt
 from minitx.training.checkpoint_files import read_checkpoint
 from minitx.training.metrics_csv import read_metrics
 from minitx.training.module import Latch, TrainingModule
-from minitx.training.optimizers import constant
 from minitx.training.processes import sum_over_processes
 from minitx.training.run import train
+from minitx.training.schedules import constant
 from minitx.training.step_log import StepLog, batch_flops
 
 CONFIGS = Path(__file__).parents[2] / "configs"
