@@ -226,7 +226,7 @@ PRIVATE = {
         *{("training.module", "_foreach_mul_"), ("training.muon", "_foreach_lerp_"), ("training.muon", "_foreach_lerp")},
     },
     "lightning": {
-        *{("training.callbacks", "_average_model"), ("training.callbacks", "_device"), ("training.evaluation", "_average_model")},
+        *{("training.checkpoint_callbacks", "_average_model"), ("training.checkpoint_callbacks", "_device"), ("training.evaluation", "_average_model")},
         *{("training.trainer", "_every_n_train_steps"), ("training.trainer", "_train_time_interval")},
         ("training.trainer", "_broadcast_sigterm_tensor"),
     },

@@ -37,13 +37,13 @@ from minitx.nn.counting import flop_counter
 from minitx.nn.functional import AttentionCall, reference_attention
 from minitx.nn.masks import Mask, SlidingWindow, intersect
 from minitx.nn.modes import evaluating
-from minitx.training.callbacks import LastCheckpoint
+from minitx.training.checkpoint_callbacks import LastCheckpoint
 from minitx.training.checkpoints import load_model
 from minitx.training.evaluation import evaluate
 from minitx.training.init_from import load_start
+from minitx.training.json_lines import read_probes
 from minitx.training.metrics_csv import finite, read_metrics
 from minitx.training.net import Net, network_of
-from minitx.training.records import read_probes
 from minitx.training.trust import check_trusted
 
 START_FILE, MEASURES_FILE = "start.json", "measures.json"

@@ -178,7 +178,7 @@ def run_plan(config: RunConfig) -> None:
 def run_on_devices(config: RunConfig, folder: Path) -> float:
     """Start the processes of a run on several devices, wait for them, and return the value of the run."""
     from minitx.training.devices import check_count
-    from minitx.training.resume import check_free
+    from minitx.training.resume_checks import check_free
 
     import_modules(config.imports)  # one of them may register the accelerator
     check_count(config.trainer)

@@ -1,7 +1,7 @@
 """Build the parts of a checkpoint: the trained model, its tokenizer, and the data and objective of its training.
 
-``checkpoint_files`` writes and reads the files, ``init_from`` starts a new run from their weights, and ``resume`` checks whether a
-run may resume from one.
+``checkpoint_files`` writes and reads the files, ``init_from`` starts a new run from their weights, and ``resume_checks`` checks
+whether a run may resume from one.
 """
 
 from __future__ import annotations

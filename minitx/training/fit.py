@@ -20,12 +20,13 @@ from minitx.config import ConfigError, EvaluationConfig, Part, to_dict
 from minitx.config.schema import first_line, require
 from minitx.data.datamodule import DataModule
 from minitx.training import rank
-from minitx.training.callbacks import Averages, BestCheckpoint, LastCheckpoint, StopAt, check_whole_weights, early_end
+from minitx.training.checkpoint_callbacks import Averages, BestCheckpoint, LastCheckpoint, check_whole_weights, early_end
 from minitx.training.module import FIND_UNUSED, NonFiniteError, TrainingModule, reached_by_gradients
-from minitx.training.resume import check_free
+from minitx.training.outcome import summarise
+from minitx.training.resume_checks import check_free
 from minitx.training.run_folder import run_folder
 from minitx.training.step_log import StepLog
-from minitx.training.summary import summarise, summary
+from minitx.training.summary import summary
 from minitx.training.trackers import finish_wandb, resuming, send_facts
 from minitx.training.trainer import build_trainer, epoch_hooks
 
@@ -149,6 +150,8 @@ def build_callbacks(run: Run, folder: Path) -> list[L.Callback]:
     last = LastCheckpoint(folder / "checkpoints", options, run.state)
     callbacks: list[Any] = [Averages(last), StepLog(options.log_every, module.net.config, options.peak_tflops)]
     if options.stop_at is not None:
+        from minitx.training.stop_at import StopAt
+
         callbacks.append(StopAt(**to_dict(options.stop_at)))
     if options.ckpt_every:
         callbacks.append(BestCheckpoint(folder / "checkpoints", options.monitor, options.monitor_mode))

@@ -28,7 +28,7 @@ from minitx.data.datamodule import DataModule
 from minitx.data.seeding import kept_generators
 from minitx.data.task import Task
 from minitx.nn.transfer import tensors_in
-from minitx.training.callbacks import check_whole_weights
+from minitx.training.checkpoint_callbacks import check_whole_weights
 from minitx.training.devices import check_accelerator, cpu_precision, device_of
 from minitx.training.fit import build_all, log_on_rank_zero
 from minitx.training.net import Net, build_network

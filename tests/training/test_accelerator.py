@@ -31,9 +31,9 @@ from minitx.nn.precision import widest_float
 from minitx.nn.transfer import to_device, to_host
 from minitx.training.checkpoints import move_to_device
 from minitx.training.devices import check_count, device_name, memory_mb, peak_tflops, process_settings
+from minitx.training.json_lines import read_json_lines
 from minitx.training.metrics_csv import OF_THE_MACHINE, read_metrics
 from minitx.training.module import TrainingModule
-from minitx.training.records import read_json_lines
 from minitx.training.trainer import device_arguments, quiet_lightning
 from tests import pretend
 from tests.test_configs import CONFIGS, OF_OWN_FILES, small_llama

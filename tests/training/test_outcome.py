@@ -23,15 +23,16 @@ from minitx.config import ConfigError, EvaluationConfig
 from minitx.data.batches import Address
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Task
-from minitx.training import records
+from minitx.training import json_lines
 from minitx.training.evaluation import Evaluation, report
+from minitx.training.json_lines import add_records, read_json_lines
 from minitx.training.metrics_csv import MetricsFile, read_metrics
 from minitx.training.module import NonFiniteError
 from minitx.training.net import in_own_dtype
-from minitx.training.records import add_records, read_json_lines
+from minitx.training.outcome import summarise
 from minitx.training.run import train
 from minitx.training.run_folder import run_folder
-from minitx.training.summary import describe_data, describe_device, summarise
+from minitx.training.summary import describe_data, describe_device
 from minitx.training.trainer import check_callbacks
 
 
@@ -107,9 +108,9 @@ def test_a_full_disk_or_a_crash_leaves_the_files_of_the_run_that_goes_on_as_they
     with pytest.raises(ConfigError, match="No space left on device"), run_folder(tmp_path, {config.name: "new"}):
         pass
     add_records(probes, {"step": 1}, {"step": 2})
-    monkeypatch.setattr(records, "add_records", None)
+    monkeypatch.setattr(json_lines, "add_records", None)
     with pytest.raises(TypeError):
-        records.drop_records(probes, 1)
+        json_lines.drop_records(probes, 1)
     assert config.read_text(encoding="utf-8") == "old" and len(read_json_lines(probes)) == 2
 
 
