@@ -119,7 +119,7 @@ class CallFacts(NamedTuple):
     @staticmethod
     def of(call: AttentionCall) -> CallFacts:
         B, H, L, S = call.shape
-        transformed = bool(sdpa.transforms(call))
+        transformed = bool(call.transforms())
         adds = call.softcap is not None or call.sinks is not None
         sparse = call.mask is not None and call.mask.is_sparse
         if sparse:  # a window as long as the keys hides nothing
@@ -168,10 +168,10 @@ def choose(call: AttentionCall, backend: str) -> tuple[Backend, str]:
             raise ValueError(f"backend={backend!r} must be one of {', '.join(backend_names())}")
         return _REGISTRY[backend], ""
     facts = CallFacts.of(call)
-    for holds, chosen, reason in AUTO[:-1]:
+    for holds, chosen, reason in AUTO:
         if holds(facts):
-            return chosen, reason
-    return AUTO[-1][1:]
+            break
+    return chosen, reason
 
 
 def attend(call: AttentionCall, backend: str = "auto", *, strict: bool = False) -> Tensor | tuple[Tensor, Tensor]:
