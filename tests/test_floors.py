@@ -217,7 +217,7 @@ def test_the_walker_catches_a_call_that_runs_what_it_reads_and_lets_pass_what_ru
 
 PRIVATE = {
     "torch": {
-        *{("nn.tracing", "_C"), ("nn.tracing", "_functorch"), ("nn.masks", "_version"), ("training.net", "_orig_mod"), ("check.twins", "_orig_mod")},
+        *{("nn.tracing", "_C"), ("nn.tracing", "_functorch"), ("nn.rules", "_version"), ("training.net", "_orig_mod"), ("check.twins", "_orig_mod")},
         *{("nn.backends.sdpa", "_dynamo_marked_constant"), ("analysis.recorder", "_compiled_call_impl")},
         *{(module, name) for module in ("nn.attention", "nn.changes") for name in ("_forward_hooks", "_forward_pre_hooks")},
         *{("nn.counting", f"_scaled_dot_product_flash_attention_for_cpu{end}") for end in ("", "_backward")},

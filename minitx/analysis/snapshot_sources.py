@@ -20,7 +20,7 @@ from minitx.analysis.token_places import home_of, with_positions
 from minitx.nn.arguments import Arguments
 from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.blocks import Block
-from minitx.nn.core import EfficientAttention
+from minitx.nn.core_bases import EfficientAttention
 from minitx.nn.modes import evaluating
 from minitx.nn.precision import full_precision
 from minitx.nn.transfer import to_host

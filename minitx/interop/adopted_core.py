@@ -15,8 +15,9 @@ from minitx.config.schema import stated
 from minitx.interop.adopted_fold import fold_adopted
 from minitx.interop.call_tracker import CallTracker
 from minitx.nn.attention import DotProductAttention
+from minitx.nn.core_bases import OtherScale
 from minitx.nn.functional import AttentionCall
-from minitx.nn.scale import OtherScale, scale_multiplier
+from minitx.nn.scale import scale_multiplier
 
 NAME = "minitx"
 """The name of our function in transformers' two registries. Nothing else is global to the process."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from minitx.nn.backends import attend
 from minitx.nn.cache import StateCache
-from minitx.nn.core import EfficientAttention
+from minitx.nn.core_bases import EfficientAttention
 from minitx.nn.functional import AttentionCall, hide_unseen, make_call, reference_attention
 from minitx.nn.masks import Mask, simplify
 from minitx.nn.modes import evaluating

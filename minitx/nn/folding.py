@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from minitx.config.schema import Finite, read
 from minitx.config.transformer import TransformerConfig
 from minitx.nn.attention import not_plain
-from minitx.nn.scale import OtherScale, ScoreScale
+from minitx.nn.core_bases import OtherScale
+from minitx.nn.scale import ScoreScale
 
 REFUSED = "cannot fold the scale: "
 

@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from minitx.nn.bias import Bias, as_bias, tensors_of
+from minitx.nn.bias import Bias, as_bias
 from minitx.nn.cache import StateCache
 from minitx.nn.masks import Causal, Mask, intersect
 from minitx.nn.precision import full_precision
+from minitx.nn.rules import tensors_of
 from minitx.nn.tracing import transforms_around
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from minitx.nn.attention import MultiHeadAttention
-from minitx.nn.core import EfficientAttention
+from minitx.nn.core_bases import EfficientAttention
 from minitx.nn.feedforward import FeedForward
 from minitx.nn.positions import LearnedPositions
 

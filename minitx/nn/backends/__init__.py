@@ -133,7 +133,7 @@ class CallFacts(NamedTuple):
         return self.num_scores >= start and not is_compiling() and chunked.why_not(self.call) is None
 
 
-# ``auto`` runs the backend of the first line whose condition holds. ``benchmarks/attention.py`` measures the sizes.
+# ``auto`` runs the backend of the first line whose condition holds, and torch's plain path if none does. ``benchmarks/attention.py`` measures the sizes.
 AUTO: tuple[tuple[Callable[[CallFacts], bool], Backend, str], ...] = (
     (lambda f: f.fused and not f.sparse, SDPA, "torch's fused kernel supports it"),
     (lambda f: f.transformed and sdpa.why_not(f.call) is None, SDPA, "only torch's kernels support torch.func"),
@@ -153,7 +153,6 @@ AUTO: tuple[tuple[Callable[[CallFacts], bool], Backend, str], ...] = (
         CHUNKED,
         "torch has no fused kernel; tiles beat its plain path",
     ),
-    (lambda f: True, SDPA, "torch's plain path is the fastest for a small matrix"),
 )
 
 
@@ -170,8 +169,8 @@ def choose(call: AttentionCall, backend: str) -> tuple[Backend, str]:
     facts = CallFacts.of(call)
     for holds, chosen, reason in AUTO:
         if holds(facts):
-            break
-    return chosen, reason
+            return chosen, reason
+    return SDPA, "torch's plain path is the fastest for a small matrix"
 
 
 def attend(call: AttentionCall, backend: str = "auto", *, strict: bool = False) -> Tensor | tuple[Tensor, Tensor]:

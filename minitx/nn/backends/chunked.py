@@ -26,10 +26,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minitx.nn.bias import Bias, TensorBias, as_bias, builder_of, tensors_of, unknown_in
+from minitx.nn.bias import Bias, TensorBias, as_bias
 from minitx.nn.functional import AttentionCall, hide_unseen, reference_attention
 from minitx.nn.masks import Mask, simplify
 from minitx.nn.precision import full_precision
+from minitx.nn.rules import builder_of, tensors_of, unknown_in
 
 TILE = 2**19  # the scores of a tile over all heads: two megabytes fit into a CPU's cache
 LARGEST, SMALLEST = 256, 64  # the sides of a tile for one head, and for very many heads

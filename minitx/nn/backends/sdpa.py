@@ -39,10 +39,11 @@ from torch import Tensor
 from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from minitx.nn.bias import Bias, tensors_of
+from minitx.nn.bias import Bias
 from minitx.nn.functional import AttentionCall, reference_attention, visible_keys
 from minitx.nn.masks import Causal, simplify
 from minitx.nn.precision import full_precision
+from minitx.nn.rules import tensors_of
 from minitx.nn.tracing import can_look
 
 
