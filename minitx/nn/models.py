@@ -16,8 +16,8 @@ from minitx.nn.blocks import run_checkpointed
 from minitx.nn.cache import KVCache, LayerCache
 from minitx.nn.functional import require_tensor
 from minitx.nn.init import init_weights
-from minitx.nn.layers import POSITIONS, Embeddings, PatchEmbeddings, Pool, build_bias, build_block, build_head, init_gains
 from minitx.nn.masks import Causal, Documents, Mask, Padding, SlidingWindow, as_mask, intersect, require_bool
+from minitx.nn.model_parts import POSITIONS, Embeddings, PatchEmbeddings, Pool, build_bias, build_block, build_head, init_gains
 from minitx.nn.norms import make_norm
 from minitx.nn.positions import ID_DTYPES, Rotary, Rotation, position_ids_from
 

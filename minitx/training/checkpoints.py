@@ -22,7 +22,7 @@ from minitx.config.training import Objective as ObjectivePart
 from minitx.data.lightning_data import load_task
 from minitx.data.task import Task
 from minitx.data.tokenizers import Tokenizer
-from minitx.nn.changes import joined
+from minitx.nn.config_differences import joined
 from minitx.training.checkpoint_files import load_weights, network_weights, read_checkpoint
 from minitx.training.devices import device_of
 from minitx.training.net import Net, network_of

@@ -27,7 +27,7 @@ from minitx.config.schema import FailedRunError, require
 from minitx.data.datamodule import DataModule
 from minitx.data.seeding import seed_device
 from minitx.data.task import Batch, Task
-from minitx.nn.changes import joined
+from minitx.nn.config_differences import joined
 from minitx.nn.precision import widest_float
 from minitx.nn.transfer import to_host
 from minitx.training.checkpoint_files import network_weights

@@ -184,7 +184,8 @@ def compare_rows(module: TrainingModule, batch: Batch, device: torch.device) -> 
     network = module.network.to(device)
     batch = {name: value.to(device) for name, value in batch.items()}
     rows = [select_rows(batch, [row]) for row in range(len(batch["labels"]))]
-    with evaluating(network), torch.enable_grad(), _with_noise(network):
+    with evaluating(network), torch.enable_grad(), restored(network):
+        _add_noise(network)
         together, again, apart = (_sums_over(module, batches) for batches in ([batch], [batch], rows))
     for name, value in together.items():
         sum_apart, is_random = apart[name], not math.isclose(value, again[name], rel_tol=1e-3, abs_tol=1e-12)
@@ -244,19 +245,12 @@ def _leaves(loss: Tensor) -> Iterator[nn.Parameter]:
                 yield leaf
 
 
-@contextmanager
-def _with_noise(network: nn.Module) -> Iterator[None]:
+@torch.no_grad()
+def _add_noise(network: nn.Module) -> None:
     draw = torch.Generator().manual_seed(0)
-    weights = {weight: weight.detach().clone() for weight in network.parameters() if weight.requires_grad}
-    with torch.no_grad():
-        for weight in weights:
+    for weight in network.parameters():
+        if weight.requires_grad:
             weight.add_(NOISE * torch.randn(weight.shape, generator=draw).to(weight))
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for weight, value in weights.items():
-                weight.copy_(value)
 
 
 # --- the run, shortened
