@@ -341,28 +341,24 @@ def naming_faulty_part(module: TrainingModule, callbacks: Mapping[str, Part | No
     except (ConfigError, StoppedError):
         raise
     except Exception as error:
-        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        path = next(filter(None, (_path_of(frame, module, callbacks) for frame in reversed(frames))), "a step of this run")
-        frame = _frame_to_name(frames)
-        line = f"{Path(frame.f_code.co_filename).name}:{_line(error, frame)}"
+        places = [*traceback.walk_tb(error.__traceback__)]
+        path = next(filter(None, (_path_of(frame, module, callbacks) for frame, _ in reversed(places))), "a step of this run")
+        frame, number = _place_to_name(places)
+        line = f"{Path(frame.f_code.co_filename).name}:{number}"
         message = f"{path}: fails in the rehearsal of this run: {type(error).__name__}: {first_line(error)} ({line})"
         raise ConfigError(message) from error
 
 
-def _frame_to_name(frames: Sequence[FrameType]) -> FrameType:
-    """Return the innermost frame of the user's code that minitx called, or else the innermost frame of minitx."""
+def _place_to_name(places: Sequence[tuple[FrameType, int]]) -> tuple[FrameType, int]:
+    """Return the innermost line of the user's code that minitx called, or else the innermost line of minitx."""
 
-    def is_ours(frame: FrameType) -> bool:
-        return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "minitx"
+    def is_ours(place: tuple[FrameType, int]) -> bool:
+        return str(place[0].f_globals.get("__name__", "")).partition(".")[0] == "minitx"
 
-    called = list(itertools.dropwhile(lambda frame: not is_ours(frame), frames))
-    ours = [frame for frame in called if is_ours(frame)]
-    users = [frame for frame in called if not is_ours(frame) and "site-packages" not in frame.f_code.co_filename]
-    return (users or ours or list(frames))[-1]
-
-
-def _line(error: Exception, frame: FrameType) -> int:
-    return next(line for other, line in traceback.walk_tb(error.__traceback__) if other is frame)
+    called = list(itertools.dropwhile(lambda place: not is_ours(place), places))
+    ours = [place for place in called if is_ours(place)]
+    users = [place for place in called if not is_ours(place) and "site-packages" not in place[0].f_code.co_filename]
+    return (users or ours or list(places))[-1]
 
 
 def _path_of(frame: FrameType, module: TrainingModule, callbacks: Mapping[str, Part | None]) -> str:
