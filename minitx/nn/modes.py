@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -57,39 +57,36 @@ def restored(*owners: object, numbers: bool = True) -> Iterator[None]:
                 tensors: Iterable[Tensor] = ()
                 if numbers and isinstance(part, nn.Module):
                     tensors = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
-                stack.callback(_Saved(vars(part), tensors).restore)
+                stack.callback(_saved(vars(part), tensors))
         yield
 
 
-class _Saved:
-    """The attributes of an object, and the numbers of its parameters and buffers, ``tensors``."""
+def _saved(attributes: dict[str, Any], tensors: Iterable[Tensor]) -> Callable[[], None]:
+    """Return a function that restores the attributes of an object, and then the numbers of ``tensors``, its parameters and buffers."""
+    before = {name: (value, _copied(value)) for name, value in attributes.items()}
+    clones = [(tensor, tensor.detach().clone(), tensor.requires_grad) for tensor in tensors]
 
-    def __init__(self, attributes: dict[str, Any], tensors: Iterable[Tensor]) -> None:
-        self.attributes = attributes
-        self.values = {name: (value, _copied(value)) for name, value in attributes.items()}
-        self.tensors = [(tensor, tensor.detach().clone(), tensor.requires_grad) for tensor in tensors]
-
-    def restore(self) -> None:
-        """Restore the attributes, so that the object has the same tensors again, and then the numbers of these tensors."""
-        self.attributes.clear()
-        for name, (value, content) in self.values.items():
-            self.attributes[name] = value
+    @torch.no_grad()
+    def restore() -> None:
+        attributes.clear()
+        for name, (value, content) in before.items():
+            attributes[name] = value
             if isinstance(value, Tensor):
-                with torch.no_grad():
-                    value.copy_(content)
+                value.copy_(content)
             elif isinstance(value, dict | set):
                 value.clear()
                 value.update(content)
             elif isinstance(value, list):
                 value[:] = content
-        with torch.no_grad():
-            for tensor, numbers, requires_grad in self.tensors:
-                tensor.requires_grad_(requires_grad)
-                tensor.grad = None
-                if tensor.dtype == numbers.dtype:
-                    tensor.copy_(numbers)
-                else:  # with bf16-true, restore the unrounded weights, because an average starts from them
-                    tensor.data = numbers.to(tensor.device)
+        for tensor, numbers, requires_grad in clones:
+            tensor.requires_grad_(requires_grad)
+            tensor.grad = None
+            if tensor.dtype == numbers.dtype:
+                tensor.copy_(numbers)
+            else:  # with bf16-true, restore the unrounded weights, because an average starts from them
+                tensor.data = numbers.to(tensor.device)
+
+    return restore
 
 
 def _copied(value: Any) -> Any:

@@ -17,7 +17,7 @@ from minitx.config import ConfigError, TransformerConfig
 from minitx.nn.precision import widest_float
 from minitx.nn.transfer import to_host
 from minitx.training import StoppedError
-from minitx.training.devices import memory_mb, peak_tflops
+from minitx.training.devices import device_name, memory_mb, peak_of
 from minitx.training.metrics_csv import MetricsFile
 from minitx.training.module import NonFiniteError, TrainingModule
 from minitx.training.processes import sum_over_processes
@@ -86,7 +86,7 @@ class StepLog(StepCallback):
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.started = self._mark = time.perf_counter()
-        self.peak = self.peak or peak_tflops(module.device)
+        self.peak = self.peak or peak_of(device_name(module.device))
 
     def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: torch.optim.Optimizer) -> None:
         groups = optimizer.param_groups

@@ -30,7 +30,7 @@ from minitx.nn.efficient import LinearAttention, approximation_error
 from minitx.nn.precision import widest_float
 from minitx.nn.transfer import to_device, to_host
 from minitx.training.checkpoints import move_to_device
-from minitx.training.devices import check_count, device_name, memory_mb, peak_tflops, process_settings
+from minitx.training.devices import check_count, device_name, memory_mb, peak_of, process_settings
 from minitx.training.json_lines import read_json_lines
 from minitx.training.metrics_csv import OF_THE_MACHINE, read_metrics
 from minitx.training.module import TrainingModule
@@ -172,7 +172,7 @@ def abilities():
         ConfigError, match=r"trainer\.accelerator=pretent is not allowed: .*mps, pretend \(did you mean pretend\?\)"
     ):
         check_count(TrainerConfig(accelerator="pretent"))
-    assert (device_name(device), peak_tflops(device)) == ("PRETEND", None) and memory_mb(device) > 10
+    assert (device_name(device), peak_of(device_name(device))) == ("PRETEND", None) and memory_mb(device) > 10
     where = device_arguments(TrainerConfig(accelerator=pretend.NAME, precision="bf16-mixed"))
     assert (where["strategy"].root_device, where["plugins"][-1].device) == (device, pretend.NAME)
 
