@@ -44,8 +44,9 @@ from minitx.data.recall import induction_targets
 from minitx.data.token_labels import key_value_texts
 from minitx.interop import adopt_hf
 from minitx.nn import DecoderLM, MultiHeadAttention, fold_scale, scaled_dot_product_attention
-from minitx.training.optimizers import adamw, constant
+from minitx.training.optimizers import adamw
 from minitx.training.run import train
+from minitx.training.schedules import constant
 
 torch.manual_seed(0)
 

@@ -22,8 +22,9 @@ from minitx.config import RunConfig, TrainerConfig, node
 from minitx.data.task import Task
 from minitx.nn import build_model
 from minitx.training.checkpoints import load_model
-from minitx.training.optimizers import adamw, cosine
+from minitx.training.optimizers import adamw
 from minitx.training.run import train
+from minitx.training.schedules import cosine
 
 SYMBOLS = ".([{<"
 CLOSE, KINDS = 0, 4

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from minitx.config import RunConfig, TrainerConfig, node
 from minitx.data import kjv
 from minitx.nn import Block, FeedForward, MultiHeadAttention, init_weights
-from minitx.training.optimizers import adamw, cosine
+from minitx.training.optimizers import adamw
 from minitx.training.run import train
+from minitx.training.schedules import cosine
 
 
 class GPT(nn.Module):

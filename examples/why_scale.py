@@ -23,7 +23,8 @@ from minitx.data import kv_lookup
 from minitx.data.seeding import VALIDATION_SEED, generator
 from minitx.data.task import Batch
 from minitx.nn import AttentionCall, DecoderLM, attention_weights, fold_scale, masked_softmax, scale_multiplier
-from minitx.training.optimizers import adamw, cosine
+from minitx.training.optimizers import adamw
+from minitx.training.schedules import cosine
 
 WIDTHS = (8, 16, 32, 64, 128, 256, 512, 1024)
 SCALES = ("unscaled", "inv_sqrt", "inv")

@@ -218,16 +218,16 @@ def test_the_walker_catches_a_call_that_runs_what_it_reads_and_lets_pass_what_ru
 
 PRIVATE = {
     "torch": {
-        *{("nn.tracing", "_C"), ("nn.tracing", "_functorch"), ("nn.masks", "_version"), ("training.net", "_orig_mod"), ("check.twins", "_orig_mod")},
+        *{("nn.tracing", "_C"), ("nn.tracing", "_functorch"), ("nn.rules", "_version"), ("training.net", "_orig_mod"), ("check.twins", "_orig_mod")},
         *{("nn.backends.sdpa", "_dynamo_marked_constant"), ("analysis.recorder", "_compiled_call_impl")},
-        *{(module, name) for module in ("nn.attention", "nn.changes") for name in ("_forward_hooks", "_forward_pre_hooks")},
+        *{(module, name) for module in ("nn.attention", "nn.config_differences") for name in ("_forward_hooks", "_forward_pre_hooks")},
         *{("nn.counting", f"_scaled_dot_product_flash_attention_for_cpu{end}") for end in ("", "_backward")},
         *{("nn.models", "_apply"), ("nn.models", "_load_from_state_dict")},
         ("check.calling", "_python_dispatch"),
         *{("training.module", "_foreach_mul_"), ("training.muon", "_foreach_lerp_"), ("training.muon", "_foreach_lerp")},
     },
     "lightning": {
-        *{("training.callbacks", "_average_model"), ("training.callbacks", "_device"), ("training.evaluation", "_average_model")},
+        *{("training.checkpoint_callbacks", "_average_model"), ("training.checkpoint_callbacks", "_device"), ("training.evaluation", "_average_model")},
         *{("training.trainer", "_every_n_train_steps"), ("training.trainer", "_train_time_interval")},
         ("training.trainer", "_broadcast_sigterm_tensor"),
     },

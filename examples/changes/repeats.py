@@ -17,7 +17,7 @@ from minitx.ablation.formatting import sides
 from minitx.ablation.grid import RECORD_KEYS, Runs, cells
 from minitx.ablation.judge import Contrast, judge
 from minitx.cli.compose import compose_grid, find_own_modules
-from minitx.training.records import read_json_lines
+from minitx.training.json_lines import read_json_lines
 
 Verdicts = dict[tuple[str, str, str, str], Contrast]
 

@@ -35,7 +35,7 @@ from minitx.ablation.design import AblationConfig, ThresholdConfig
 from minitx.ablation.grid import RECORD_KEYS, Cell, GridPlace, Record, solved_step
 from minitx.config import ConfigError
 from minitx.config.packages import package
-from minitx.training.records import end_last_line, read_json_lines
+from minitx.training.json_lines import end_last_line, read_json_lines
 
 log = logging.getLogger(__name__)
 duration = tqdm.format_interval  # seconds as MM:SS or H:MM:SS

@@ -37,13 +37,13 @@ from minitx.nn.counting import flop_counter
 from minitx.nn.functional import AttentionCall, reference_attention
 from minitx.nn.masks import Mask, SlidingWindow, intersect
 from minitx.nn.modes import evaluating
-from minitx.training.callbacks import LastCheckpoint
+from minitx.training.checkpoint_callbacks import LastCheckpoint
 from minitx.training.checkpoints import load_model
 from minitx.training.evaluation import evaluate
 from minitx.training.init_from import load_start
+from minitx.training.json_lines import read_probes
 from minitx.training.metrics_csv import finite, read_metrics
 from minitx.training.net import Net, network_of
-from minitx.training.records import read_probes
 from minitx.training.trust import check_trusted
 
 START_FILE, MEASURES_FILE = "start.json", "measures.json"
@@ -243,7 +243,7 @@ def result_of(folder: Path, trained: Mapping[str, Any], cap: int) -> dict[str, A
         "cap": cap,
         "loss": [short(loss) for loss in losses],
         "accuracy": None if set(accuracies) <= {None} else accuracies,
-        "nonfinite_step": trained["nonfinite_step"],
+        "nonfinite_step": trained["steps"] + 1 if trained["nonfinite_phase"] else None,
         "validation": [[row["step"], finite(row["val_loss"])] for row in table if row.get("val_loss") is not None],
         "val_loss": trained["val_loss"],
         "val_accuracy": trained["val_accuracy"],

@@ -280,7 +280,7 @@ def saturation_over_steps(probes: Mapping[str, Records] | Records) -> Figure:
     line.
 
     Args:
-        probes: the result of ``minitx.training.records.read_probes``, or up to ten such results by label. A record is ``{"step":
+        probes: the result of ``minitx.training.json_lines.read_probes``, or up to ten such results by label. A record is ``{"step":
             int, "layers": [{"entropy": …, "max_logit": …, "saturation_90": …, "saturation_99": …}]}``, with one number per
             layer, or one per head to average.
 

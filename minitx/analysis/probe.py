@@ -32,15 +32,15 @@ from minitx.crash_safe import naming
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Batch, counting
 from minitx.nn.attention import attention_cores
-from minitx.nn.bias import tensors_of
 from minitx.nn.blocks import is_block
 from minitx.nn.modes import evaluating
 from minitx.nn.precision import full_precision
+from minitx.nn.rules import tensors_of
 from minitx.nn.transfer import to_host
+from minitx.training.json_lines import add_records, drop_records, over_heads
 from minitx.training.metrics_csv import MetricsFile
 from minitx.training.module import TrainingModule
 from minitx.training.objectives import checked_sums
-from minitx.training.records import add_records, drop_records, over_heads
 from minitx.training.step_log import StepCallback
 
 _LOGGED = ("entropy", "row_std", "max_logit", "saturation_99", "grad_query_rms", "logit_step")

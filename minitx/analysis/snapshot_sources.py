@@ -19,7 +19,7 @@ from minitx.config.schema import stated
 from minitx.nn.arguments import Arguments
 from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.blocks import Block
-from minitx.nn.core import EfficientAttention
+from minitx.nn.core_bases import EfficientAttention
 from minitx.nn.functional import AttentionCall
 from minitx.nn.modes import evaluating
 from minitx.nn.precision import full_precision

@@ -12,7 +12,7 @@ from minitx.analysis.figures import heatmap_grid, saturation_over_steps
 from minitx.analysis.snapshot import read_snapshots
 from minitx.analysis.viewer import Trace, viewer_page
 from minitx.config.schema import check_choice
-from minitx.training.records import read_probes
+from minitx.training.json_lines import read_probes
 from minitx.training.trackers import wandb_loggers
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import random
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -139,14 +140,20 @@ def _check(examination: Examination, word: str) -> None:
 
 @contextlib.contextmanager
 def _settled(seed: int) -> Iterator[None]:
-    """Run without gradients and warnings, and restore all random states."""
-    state = random.getstate()
+    """Run without gradients and warnings, with all random generators seeded, and restore their states."""
+    state, numpy = random.getstate(), sys.modules.get("numpy")
+    numpy_state = numpy and numpy.random.get_state()
     try:
         with torch.random.fork_rng(), torch.no_grad(), warnings.catch_warnings(action="ignore"):
             torch.manual_seed(seed)
+            random.seed(seed)
+            if numpy:
+                numpy.random.seed(seed % 2**32)
             yield
     finally:
         random.setstate(state)
+        if numpy:
+            numpy.random.set_state(numpy_state)
 
 
 # --- for test suites

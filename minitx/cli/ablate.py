@@ -31,7 +31,7 @@ from minitx.config import CONFIG_DIR, ConfigError
 from minitx.config.schema import require
 from minitx.crash_safe import replacing
 from minitx.training import StoppedError, stop_signals
-from minitx.training.records import read_json_lines
+from minitx.training.json_lines import read_json_lines
 
 log = logging.getLogger("minitx")
 

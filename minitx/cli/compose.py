@@ -137,7 +137,7 @@ def _with_fitting_warmup(config: RunConfig, typed: Mapping[str, str]) -> RunConf
     """Shorten a warm-up that is longer than ``trainer.max_steps`` to a tenth of the steps, unless it was typed."""
     steps = config.trainer.max_steps
     warmup = config.schedule.get("warmup_steps", 0)
-    is_ours = config.schedule.name.startswith("minitx.training.optimizers.")
+    is_ours = config.schedule.name.startswith("minitx.training.schedules.")
     if steps is None or not is_ours or warmup <= steps or "schedule.warmup_steps" in typed:
         return config
     log.info(

@@ -196,7 +196,7 @@ def run_plan(config: RunConfig) -> None:
 def run_on_devices(config: RunConfig, folder: Path) -> float:
     """Start the processes of a run on several devices, wait for them, and return the value of the run."""
     from minitx.training.devices import check_count
-    from minitx.training.resume import check_free
+    from minitx.training.resume_checks import check_free
 
     import_modules(config.imports)  # one of them may register the accelerator
     check_count(config.trainer)
@@ -244,7 +244,8 @@ def value_of(result: Mapping[str, Any], metric: str = "val_loss") -> float:
 def summary_line(result: Mapping[str, Any], folder: Path) -> str:
     """Return the result of a run in a line, followed by its folder."""
     step = result["nonfinite_step"]
-    values = [f"{result['steps']} steps" if step is None else f"not finite at step {step}"]
+    place = "in the validation after" if result["nonfinite_phase"] == "validation" else "at"
+    values = [f"{result['steps']} steps" if step is None else f"not finite {place} step {step}"]
     for name in ("val_loss", "val_accuracy"):
         if result[name] is not None:
             values.append(f"{name.replace('val_', 'validation ')} {result[name]:.4f}")

@@ -29,7 +29,7 @@ NODES = {
     "data": "minitx.data.kjv",
     "objective": "minitx.training.objectives.CrossEntropy",
     "optimizer": "minitx.training.optimizers.adamw",
-    "schedule": "minitx.training.optimizers.cosine",
+    "schedule": "minitx.training.schedules.cosine",
 }
 """The parts of a run, and the default ``_target_`` of each."""
 
@@ -57,7 +57,7 @@ def _of_group(name: str, **takes: Any) -> Takes:
 
 
 CALLBACKS = {
-    "progress": {"_target_": "minitx.training.callbacks.progress"},
+    "progress": {"_target_": "minitx.training.progress.progress"},
     "probe": {"_target_": "minitx.analysis.probe.Probe", "every": 0},
     "samples": {"_target_": "minitx.training.samples.Samples", "every": 0},
 }

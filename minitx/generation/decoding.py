@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 from minitx.config.schema import stated
 from minitx.generation.sampler import Sampler, row_uniforms
-from minitx.nn.bias import MASKS_PAGE
 from minitx.nn.functional import require_tensor
 from minitx.nn.masks import require_bool
 from minitx.nn.models import TransformerModel
+from minitx.nn.rules import MASKS_PAGE
 from minitx.nn.transfer import to_device, to_host
 
 

@@ -147,7 +147,8 @@ def keep_min_p(logits: Tensor, ratio: float) -> Tensor:
 def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
     """Draw one id for each row: the first i with p_0 + … + p_i > u.
 
-    The sum is computed on the CPU in float64, so that all devices draw alike.
+    The sum is computed on the CPU in float64, so that all devices draw alike: CUDA's cumulative sum is not deterministic, and Apple's
+    GPU has no float64.
 
     Args:
         probs: (B, V), on the CPU.

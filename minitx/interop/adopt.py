@@ -31,12 +31,11 @@ from minitx.interop.adopted_core import (
     attention_function,
     check_cores,
     mask_function,
-    outermost,
 )
 from minitx.interop.call_tracker import OTHER_STATES, CallTracker
-from minitx.interop.trial import AdoptionTrial, error_text, made_up_inputs
+from minitx.interop.trial import AdoptionTrial, error_text, made_up_inputs, outermost
 from minitx.nn.arguments import Arguments
-from minitx.nn.changes import joined
+from minitx.nn.config_differences import joined
 from minitx.nn.folding import fold_scale
 
 WARNINGS = {

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from minitx.config.schema import stated
+from minitx.interop.adopted_fold import fold_adopted
 from minitx.interop.call_tracker import CallTracker
-from minitx.interop.trial import AdoptionTrial, answer, made_up_inputs, settled
 from minitx.nn.attention import DotProductAttention
-from minitx.nn.folding import Again, Use
+from minitx.nn.core_bases import OtherScale
 from minitx.nn.functional import AttentionCall
-from minitx.nn.scale import OtherScale, scale_multiplier
+from minitx.nn.scale import scale_multiplier
 
 NAME = "minitx"
 """The name of our function in transformers' two registries. Nothing else is global to the process."""
@@ -46,36 +45,10 @@ class AdoptedCore(OtherScale, DotProductAttention):
         super().set_scale(to, factor)
         self.tracker.is_scaled = True
 
-    def trial(
-        self, model: nn.Module, layers: Mapping[str, Any], inputs: Mapping[str, Any] | None
-    ) -> tuple[dict[str, Use], Again]:
-        trials = list[AdoptionTrial]()
-
-        def record(uses: dict[str, Use], name: str, core: AdoptedCore, args: tuple[AttentionCall]) -> None:
-            uses.setdefault(name, Use(args[0].query, args[0].key, args[0].scale * core.model_factor, core.model_scale))
-
-        @contextmanager
-        def recording() -> Iterator[dict[str, Use]]:
-            uses = dict[str, Use]()
-            with ExitStack() as hooks:
-                for name, layer in layers.items():
-                    hooks.enter_context(layer.core.register_forward_pre_hook(partial(record, uses, name)))
-                yield uses
-
-        def again() -> tuple[dict[str, Use], str]:
-            with recording() as uses:
-                return uses, "; ".join(filter(None, (trial.difference({})[0] for trial in trials)))
-
-        for root in outermost(model):
-            try:
-                trials.append(AdoptionTrial(root, made_up_inputs(root) if inputs is None else inputs))
-            except ValueError as error:
-                raise ValueError(f"cannot fold the scale, because {error}: pass inputs=, the arguments of a call") from None
-        with recording() as uses:
-            for trial in trials:
-                with settled(trial.model):
-                    answer(trial.model, trial.inputs)
-        return uses, again
+    def fold(
+        self, model: nn.Module, layers: Mapping[str, Any], to: str | float, factor: float, inputs: Mapping[str, Any] | None
+    ) -> None:
+        fold_adopted(model, layers, to, factor, inputs)
 
 
 def adopted_cores(model: nn.Module) -> dict[str, Any]:
@@ -91,17 +64,6 @@ def check_cores(model: nn.Module) -> None:
                 f"the attention of {name or type(module).__name__} was set to {other!r} after its scale was changed, and would use the "
                 f"old scale: call set_attn_implementation({NAME!r}) to keep the new scale, or release_hf(model) to restore the old scale"
             )
-
-
-def outermost(module: nn.Module) -> Iterator[Any]:
-    """The transformers models in ``module`` that are not inside of another."""
-    from transformers import PreTrainedModel
-
-    if isinstance(module, PreTrainedModel):
-        yield module
-    else:
-        for child in module.children():
-            yield from outermost(child)
 
 
 @dataclass(eq=False, slots=True)

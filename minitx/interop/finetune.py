@@ -19,7 +19,7 @@ from minitx.interop.adopt import adopt_hf, fold_back, release_hf
 from minitx.interop.adopted_core import adopted_cores
 from minitx.interop.files import find_folder, write_companions
 from minitx.interop.lora import Lora, adapted_ties, merged, set_untied, with_lora
-from minitx.nn.changes import structure_of
+from minitx.nn.config_differences import structure_of
 from minitx.nn.folding import fold_scale as fold
 from minitx.nn.folding import set_scale
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -14,8 +13,9 @@ from torch import Tensor, nn
 
 from minitx.check.properties import Inputs, compare, later_tokens, rounding
 from minitx.config.schema import first_line
+from minitx.data.seeding import CPU, kept_generators
 from minitx.nn.arguments import Arguments
-from minitx.nn.modes import evaluating
+from minitx.nn.modes import evaluating, restored
 from minitx.nn.precision import full_precision
 
 LENGTH, TARGET = 9, 5
@@ -50,6 +50,17 @@ def made_up_inputs(root: Any) -> dict[str, Tensor]:
 
 class CallError(ValueError):
     """A call of the model raises the error that is the cause of this one."""
+
+
+def outermost(module: nn.Module) -> Iterator[Any]:
+    """The transformers models in ``module`` that are not inside of another."""
+    from transformers import PreTrainedModel
+
+    if isinstance(module, PreTrainedModel):
+        yield module
+    else:
+        for child in module.children():
+            yield from outermost(child)
 
 
 class AdoptionTrial:
@@ -154,23 +165,14 @@ def _first_floats(output: Any) -> Tensor | None:
 def settled(model: nn.Module) -> Iterator[None]:
     """Put the model into evaluation mode without gradients, autocast and warnings.
 
-    Afterwards all random states are restored, and changed attributes and parts of modules: a short row makes BigBird change itself.
+    Afterwards all random states, attributes and parts of modules are restored: a short row makes BigBird change itself.
     """
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())} - {torch.device("meta")}
     with ExitStack() as after:
-        for module in model.modules():
-            for attributes in (vars(module), *(value for value in vars(module).values() if type(value) is dict)):
-                after.callback(attributes.update, dict(attributes))
-        after.callback(random.setstate, random.getstate())
-        if numpy := sys.modules.get("numpy"):
-            after.callback(numpy.random.set_state, numpy.random.get_state())
-        after.enter_context(torch.random.fork_rng([]))
-        for device in devices:
+        after.enter_context(restored(model, numbers=False))
+        for device in devices | {CPU}:
+            after.enter_context(kept_generators(device))
             after.enter_context(full_precision(device))
-            if device.type == "mps":
-                after.callback(torch.mps.set_rng_state, torch.mps.get_rng_state())
-            elif device.type != "cpu":
-                after.enter_context(torch.random.fork_rng([device.index], device_type=device.type))
         if "torch._dynamo" in sys.modules:  # the compiler's module: set_stance would import it, which takes seconds
             after.enter_context(torch.compiler.set_stance("force_eager"))  # a compiled layer would run its old attention
         after.enter_context(evaluating(model))

@@ -29,7 +29,7 @@ from minitx.interop.files import (
     write_json,
     write_shards,
 )
-from minitx.nn.changes import changes_of, hooked_modules, joined
+from minitx.nn.config_differences import changes_of, hooked_modules, joined
 from minitx.nn.models import TransformerModel, build_model
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Attention biases, written as rules, and the base of all rules.
+"""Attention biases, written as rules.
 
 A ``Bias`` computes a number that is added to the scaled score of query ``i`` and key ``j``. Its indices are a ``Mask``'s: query row
 ``i`` has position ``i + offset``, with ``offset = S - L``. One rule therefore serves training and decoding with a cache. A kernel
@@ -14,114 +14,13 @@ fields are tensors, numbers, strings or other rules.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-MASKS_PAGE = "see docs/attention.md, Masks"
-"""Ends every message about a mask. The page has a table of the masks of other libraries."""
-
-
-class Rule:
-    """The base of masks and biases: a function of a query and a key, computed for all of them or for a tile.
-
-    A rule (a mask or a bias) is a frozen dataclass whose fields are tensors, numbers, strings, None, tuples of these, or other rules.
-    """
-
-    def entries(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
-        """Return the entries of the rule at these broadcastable indices. Query ``row`` has position ``row + offset``."""
-        raise NotImplementedError(f"{type(self).__name__} must define entries()")
-
-    def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
-        """Raise a ValueError if the rule does not fit a call of this shape."""
-
-    def dense(
-        self,
-        num_queries: int,
-        num_keys: int,
-        *,
-        batch_size: int = 1,
-        num_heads: int = 1,
-        device: torch.device | str | None = None,
-        rows: slice = slice(None),
-        keys: slice = slice(None),
-    ) -> Tensor:
-        """Return the rule as a tensor that broadcasts to (B, H, L, S). ``rows`` and ``keys`` select a tile.
-
-        An axis that the rule does not depend on has size 1. A padding mask, for example, has shape (B, 1, 1, S).
-        """
-        batch = torch.arange(batch_size, device=device).view(-1, 1, 1, 1)
-        head = torch.arange(num_heads, device=device).view(1, -1, 1, 1)
-        row = torch.arange(num_queries, device=device)[rows].view(1, 1, -1, 1)
-        key = torch.arange(num_keys, device=device)[keys].view(1, 1, 1, -1)
-        return self.entries(batch, head, row, key, num_keys - num_queries)
-
-
-@dataclass(frozen=True, eq=False)
-class TensorRule(Rule):
-    """A rule given as a tensor of shape (L, S), or 4-D and broadcastable to (B, H, L, S)."""
-
-    tensor: Tensor
-
-    @property
-    def four(self) -> Tensor:
-        """Return the tensor with four axes."""
-        return self.tensor if self.tensor.dim() == 4 else self.tensor[None, None]
-
-    def entries(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
-        places = zip((batch, head, row, key), self.four.shape, strict=True)
-        return self.four[tuple(index if size > 1 else torch.zeros_like(index) for index, size in places)]
-
-    def dense(
-        self, num_queries: int, num_keys: int, *, rows: slice = slice(None), keys: slice = slice(None), **axes: object
-    ) -> Tensor:
-        """Return the tensor or a tile of it. Axes of size 1 are kept."""
-        four = self.four[:, :, rows] if self.four.shape[2] > 1 else self.four
-        return four[..., keys] if four.shape[3] > 1 else four
-
-    def broadcasts_to(self, shape: tuple[int, int, int, int]) -> bool:
-        """Return whether the tensor broadcasts to ``shape``."""
-        return all(size in (1, target) for size, target in zip(self.tensor.shape[::-1], shape[::-1], strict=False))
-
-
-def _members(rule: Any) -> tuple[Any, ...] | None:
-    if isinstance(rule, tuple):
-        return rule
-    return tuple(getattr(rule, field.name) for field in fields(rule)) if is_dataclass(rule) else None
-
-
-def leaves_of(rule: Any) -> list[Any]:
-    """Return the tensors and all other values in a rule, except rules and tuples."""
-    members = _members(rule)
-    return [rule] if members is None else [leaf for member in members for leaf in leaves_of(member)]
-
-
-def tensors_of(rule: Any) -> list[Tensor]:
-    """Return the tensors in a rule. For a tensor, return it alone."""
-    return [leaf for leaf in leaves_of(rule) if isinstance(leaf, Tensor)]
-
-
-def unknown_in(rule: Any) -> list[Any]:
-    """Return the values in a rule that are not tensors, numbers, strings or None. They may hide tensors."""
-    return [leaf for leaf in leaves_of(rule) if not (leaf is None or isinstance(leaf, Tensor | bool | int | float | str))]
-
-
-def builder_of(rule: Any) -> Callable[[Iterator[Tensor]], Any]:
-    """Return a function that builds the rule with other tensors, in the order of ``tensors_of``. The function keeps no tensor."""
-    if isinstance(rule, Tensor):
-        return next
-    members = _members(rule)
-    if members is None:
-        return lambda supply: rule
-    builders = [builder_of(member) for member in members]
-    make = type(rule)
-    if isinstance(rule, tuple):
-        return lambda supply: tuple(build(supply) for build in builders)
-    names = [field.name for field in fields(rule)]
-    return lambda supply: make(**{name: build(supply) for name, build in zip(names, builders, strict=True)})
+from minitx.nn.rules import MASKS_PAGE, Rule, TensorRule
 
 
 class Bias(Rule):

@@ -13,7 +13,6 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 from statistics import linear_regression
 from tempfile import TemporaryDirectory
@@ -23,6 +22,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from minitx.config import TransformerConfig
+from minitx.nn.feedforward import GATED
 
 
 def _fused(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **options: Any) -> int:
@@ -99,7 +99,6 @@ def fit_exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
 # --- by formula
 
 
-@cache
 def train_flops(config: TransformerConfig, length: int | None = None, decoder_length: int | None = None) -> float:
     """Return the floating-point operations of one training step on one *row* of ``length`` tokens.
 
@@ -161,7 +160,7 @@ def forward_flops(config: TransformerConfig, length: int | None = None, decoder_
 
 def _add_stack(flops: dict[str, float], config: TransformerConfig, layers: int, length: int, *, causal: bool) -> None:
     """Add self-attention and feed-forward of ``layers`` blocks."""
-    matrices = (3 if "glu" in config.activation else 2) * config.embed_dim * config.ffn_width
+    matrices = (3 if config.activation in GATED else 2) * config.embed_dim * config.ffn_width
     flops["feedforward"] += layers * 2 * length * matrices
     for layer in range(layers):
         w = min(config.window_of(layer) or length, length)

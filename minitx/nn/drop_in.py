@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from minitx.nn.attention import TORCH_PARTS, MultiHeadAttention
-from minitx.nn.bias import MASKS_PAGE
 from minitx.nn.functional import require_tensor
 from minitx.nn.masks import Causal, Dense, Mask, Padding, hides_later, intersect
+from minitx.nn.rules import MASKS_PAGE
 from minitx.nn.tracing import can_look
 
 READS = ("device", "dim", "dtype", "is_meta", "ndim", "numel", "shape", "size")

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from minitx.nn.backends import attend
 from minitx.nn.cache import StateCache
-from minitx.nn.core import EfficientAttention
+from minitx.nn.core_bases import EfficientAttention
 from minitx.nn.functional import AttentionCall, hide_unseen, make_call, reference_attention
 from minitx.nn.masks import Mask, simplify
 from minitx.nn.modes import evaluating
-from minitx.nn.precision import full_precision
+from minitx.nn.precision import full_precision, widest_float
 
 
 @torch.no_grad()
@@ -33,8 +33,8 @@ def approximation_error(
 ) -> dict[str, float | Tensor]:
     """Measure the error of ``core`` against exact softmax attention on these inputs.
 
-    The relative error is ‖core − exact‖_F / ‖exact‖_F. The exact output is computed by ``reference_attention`` in float64. It
-    stores L × S scores. The core runs in evaluation mode.
+    The relative error is ‖core − exact‖_F / ‖exact‖_F. The exact output is computed by ``reference_attention`` in
+    float64, or in float32 on a device without float64. It stores L × S scores. The core runs in evaluation mode.
 
     Args:
         core: the attention core to measure.
@@ -45,7 +45,7 @@ def approximation_error(
         scale: the multiplier on q·k in both computations. None: 1/√D.
 
     Returns:
-        ``relative_error`` and ``max_abs_error`` as floats, ``relative_error_per_head`` and ``max_abs_error_per_head`` as float64
+        ``relative_error`` and ``max_abs_error`` as floats, ``relative_error_per_head`` and ``max_abs_error_per_head`` as
         tensors (H,). If the exact output is zero, the relative error is 0 for a zero output and infinite for any other.
 
     >>> from minitx.nn.efficient import LinearAttention
@@ -57,8 +57,9 @@ def approximation_error(
     call = make_call(query, key, value, mask, scale=scale)
     with evaluating(core):
         got = core(call)
-    exact = reference_attention(replace(call, query=query.double(), key=key.double(), value=value.double()))
-    gap = got.double() - exact
+    wide = widest_float(query.device)
+    exact = reference_attention(replace(call, query=query.to(wide), key=key.to(wide), value=value.to(wide)))
+    gap = got.to(wide) - exact
     gaps, sizes = (tensor.square().sum((0, 2, 3)) for tensor in (gap, exact))  # (H,)
     worst = gap.abs().amax((0, 2, 3))
     return {

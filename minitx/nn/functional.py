@@ -4,6 +4,9 @@
     weights p = softmax over visible keys    (exact zero elsewhere; with sinks the row sums below 1)
     output  o = dropout(p) · v
 
+A query that sees no key gets the output zero. A key that no query sees is set to zero before the products (``hide_unseen``), because
+its weight is zero, and 0 · NaN would be NaN. The backends do the same, each where its kernel allows it.
+
 Everything is computed in at least float32. Shapes: query (B, H, L, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv). Query head h
 uses key head h // (H / Hkv). An ``AttentionCall`` holds the arguments of one call. It is built and checked once and then passed
 to the core and the backend.
@@ -18,11 +21,14 @@ from math import inf
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from minitx.nn.bias import Bias, as_bias
 from minitx.nn.cache import StateCache
 from minitx.nn.masks import Causal, Mask, intersect
 from minitx.nn.precision import full_precision
+from minitx.nn.rules import tensors_of
+from minitx.nn.tracing import transforms_around
 
 
 def attention_scores(
@@ -160,6 +166,19 @@ class AttentionCall:
             allowed = (attn_bias if attn_bias.dim() == 4 else attn_bias[None, None]) != -inf
             visible = allowed if visible is None else visible & allowed
         return visible
+
+    def transforms(self) -> list[str]:
+        """Return the transforms around the call: ``transforms_around``, and ``Jvp`` for dual tensors. The list is empty in a graph."""
+        if torch.compiler.is_compiling():
+            return []
+        names = transforms_around()
+        if (
+            forward_ad.unpack_dual(self.query).primal is self.query
+        ):  # no level of forward derivatives is open: else it is a view
+            return names
+        more = () if self.sinks is self.attn_bias is None else tensors_of((self.sinks, self.attn_bias))
+        inputs = (self.query, self.key, self.value, *more)
+        return [*names, "Jvp"] if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in inputs) else names
 
     def check_rules(self) -> AttentionCall:
         """Check that mask and bias fit the shape, and return the call. Query, key and value are not checked.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from minitx.nn.attention import MultiHeadAttention
-from minitx.nn.core import EfficientAttention
+from minitx.nn.core_bases import EfficientAttention
 from minitx.nn.feedforward import FeedForward
 from minitx.nn.positions import LearnedPositions
 
@@ -80,6 +80,11 @@ SCHEMES: dict[str, Scheme] = {
 ROLES = ("query", "key", "value", "up", "residual", "head", "embedding", "weight")
 
 
+def is_head(name: str) -> bool:
+    """Return whether the linear layer ``name`` maps to the outputs of a model. ``init_weights`` and Muon treat it in its own way."""
+    return name.endswith("head")
+
+
 @torch.no_grad()
 def init_weights(
     model: nn.Module,
@@ -142,7 +147,7 @@ def init_weights(
             tied = any(getattr(other, "weight", None) is module.weight for other in model.modules() if other is not module)
             draw.layer(module, "head" if tied else "embedding")
         elif isinstance(module, nn.Linear):
-            draw.layer(module, "head" if name.endswith("head") else "weight")
+            draw.layer(module, "head" if is_head(name) else "weight")
         elif isinstance(module, EfficientAttention):
             module.reset_parameters(generator)
         elif not isinstance(module, MultiHeadAttention | FeedForward) and hasattr(module, "reset_parameters"):

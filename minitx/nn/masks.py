@@ -25,28 +25,19 @@ import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitx.nn.bias import MASKS_PAGE, Rule, TensorRule, tensors_of, unknown_in
 from minitx.nn.precision import widest_float
-from minitx.nn.tracing import transforms_around
+from minitx.nn.rules import MASKS_PAGE, Remembering, TensorRule, tensors_of
 
-Built = TypeVar("Built")
 Range = tuple[Any, Any]  # first and last
 
 
-class Memory(NamedTuple):
-    """What a mask remembers: its tensors, None if their changes cannot be detected, and by kind the latest key and result."""
-
-    tensors: list[Tensor] | None
-    results: dict[str, tuple[tuple[object, ...], Any]]
-
-
-class Mask(Rule):
+class Mask(Remembering):
     """A rule ``visible(batch, head, row, key, offset) -> bool`` over broadcastable index tensors.
 
     To write a mask of your own, define a frozen dataclass with a method ``visible``, as in ``examples/custom_mask.py``. A field is a
@@ -105,10 +96,6 @@ class Mask(Rule):
         """Yield the masks whose intersection is this mask."""
         yield self
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave computed forms out of copies and pickles."""
-        return {name: kept for name, kept in vars(self).items() if name != "_memory"}
-
     def __and__(self, other: Mask | Tensor) -> Mask:
         if not isinstance(other, Mask | Tensor):
             return NotImplemented
@@ -118,36 +105,6 @@ class Mask(Rule):
         return Or((self, _as_rule(other))) if isinstance(other, Mask | Tensor) else NotImplemented
 
     __rand__, __ror__ = __and__, __or__  # a tensor on the left
-
-    def remember(self, kind: str, key: tuple[object, ...], build: Callable[..., Built], *arguments: Any) -> Built:
-        """Return ``build(*arguments)``. Calls with the same ``kind`` and ``key`` compute it once.
-
-        The layers of a model share a mask and the results computed from it. For each kind, only the latest result is kept,
-        until a tensor of the mask is changed in place. Nothing is kept in compiled graphs, inside of torch.func, and of a mask
-        whose changes cannot be detected.
-        """
-        if torch.compiler.is_compiling():  # a key with symbolic lengths would bind the graph to one length
-            return build(*arguments)
-        if transforms_around():  # the tensors of a result end with the transform
-            return build(*arguments)
-        memory = self.__dict__.get("_memory")
-        if memory is None:
-            tensors = tensors_of(self)
-            # an unknown field may hide a tensor, and an inference tensor does not count its changes
-            has_versions = not unknown_in(self) and not any(tensor.is_inference() for tensor in tensors)
-            memory = self.__dict__["_memory"] = Memory(tensors if has_versions else None, {})
-        if memory.tensors is None:
-            return build(*arguments)
-        # torch has no public count of changes in place; a result from inference mode cannot be saved for a backward pass
-        key = (*key, [tensor._version for tensor in memory.tensors], torch.is_inference_mode_enabled())
-        if kind in memory.results:
-            kept_key, kept = memory.results[kind]
-            if kept_key == key:
-                return kept
-        built = build(*arguments)
-        if type(torch.empty(0)) is Tensor:  # under a FakeTensorMode, a result has no values
-            memory.results[kind] = (key, built)
-        return built
 
     def grid(self, num_queries: int, num_keys: int | None = None, *, batch: int = 0, head: int = 0) -> str:
         """Return the mask as text: one line for each query, one column for each key, ``x`` = may attend, ``.`` = hidden."""

@@ -16,8 +16,8 @@ from minitx.nn.blocks import run_checkpointed
 from minitx.nn.cache import KVCache, LayerCache
 from minitx.nn.functional import require_tensor
 from minitx.nn.init import init_weights
-from minitx.nn.layers import POSITIONS, Embeddings, PatchEmbeddings, Pool, build_bias, build_block, build_head, init_gains
 from minitx.nn.masks import Causal, Documents, Mask, Padding, SlidingWindow, as_mask, intersect, require_bool
+from minitx.nn.model_parts import POSITIONS, Embeddings, PatchEmbeddings, Pool, build_bias, build_block, build_head, init_gains
 from minitx.nn.norms import make_norm
 from minitx.nn.positions import ID_DTYPES, Rotary, Rotation, position_ids_from
 
@@ -289,7 +289,7 @@ class DecoderLM(TransformerModel):
                 window, padding, documents). A rule such as ``PrefixLM`` replaces the causal part.
             cache: the keys and values of earlier tokens. ``input_ids`` continue them, and the other arguments describe the new
                 tokens only, except ``mask``: it covers all keys.
-            return_hidden: return the hidden states (B, L, E) before ``self.head`` instead of logits.
+            return_hidden: return the input of ``self.head`` (B, L, E) instead of logits, with the factor of ``scale_logits``.
 
         Returns:
             Logits (B, L, V), or hidden states (B, L, E).
@@ -460,7 +460,7 @@ class EncoderDecoder(TransformerModel):
             cache: the decoder's cache, as in ``DecoderLM``. It also keeps the keys and values of the memory, so another source needs
                 another cache. On a CPU, a source with a vector that differs by more than a tenth is refused; elsewhere, only one of
                 another shape.
-            return_hidden: return the hidden states (B, L, E) before ``self.head`` instead of logits.
+            return_hidden: return the input of ``self.head`` (B, L, E) instead of logits, with the factor of ``scale_logits``.
 
         Returns:
             Logits (B, L, V), or hidden states (B, L, E).

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -117,30 +115,3 @@ class ScoreScale(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.scale!r}, head_dim={self.head_dim}" + (f", factor={self.factor}" if self.factor != 1.0 else "")
-
-
-class OtherScale:
-    """The base class of cores under attention that is not ours (``minitx.interop.adopt_hf``). Its scale can be changed.
-
-    Attributes:
-        scale: None for the scale of the model, or the arguments of ``set_scale``.
-        folds: the weights that ``fold_scale`` has multiplied, as ``minitx.nn.folding.Fold``.
-    """
-
-    scale: tuple[str | float, float] | None
-    folds: list[Any]
-
-    def set_scale(self, to: str | float, factor: float) -> None:
-        """Replace the model's own scale by ``factor`` times a fixed scale. ``own`` restores it."""
-        if to != "own":
-            scale_multiplier(to, 1)  # raises if the scale is not a fixed number
-        self.scale = None if to == "own" else (to, factor)
-
-    def trial(
-        self, model: nn.Module, layers: Mapping[str, Any], inputs: Mapping[str, Any] | None
-    ) -> tuple[dict[str, Any], Callable[[], tuple[dict[str, Any], str]]]:
-        """Call ``model``. Return the first ``minitx.nn.folding.Use`` of each layer's core, and a function that calls it again.
-
-        This function returns the uses then, and a description of what differs in the answer, empty if nothing does.
-        """
-        raise NotImplementedError

@@ -21,19 +21,24 @@ def to_host(tree: Tree) -> Tree:
     {'loss': tensor(0.5000), 'step': 3}
     """
     by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
-    for tensor in _tensors(tree):
+    for tensor in tensors_in(tree):
         if tensor.device.type != "cpu":
             by_device[tensor.device].append(tensor)
     on_host = {id(tensor): copy for tensors in by_device.values() for tensor, copy in _copies(tensors)}
     return _mapped(tree, on_host) if on_host else tree
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a tree of dicts, lists and tuples.
+
+    >>> [tensor.shape[0] for tensor in tensors_in({"a": [torch.zeros(2)], "b": 3.0, "c": torch.zeros(5)})]
+    [2, 5]
+    """
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, dict | list | tuple):
         for value in tree.values() if isinstance(tree, dict) else tree:
-            yield from _tensors(value)
+            yield from tensors_in(value)
 
 
 def _mapped(tree: Any, on_host: dict[int, Tensor]) -> Any:

@@ -1,7 +1,7 @@
 """Build the parts of a checkpoint: the trained model, its tokenizer, and the data and objective of its training.
 
-``checkpoint_files`` writes and reads the files, ``init_from`` starts a new run from their weights, and ``resume`` checks whether a
-run may resume from one.
+``checkpoint_files`` writes and reads the files, ``init_from`` starts a new run from their weights, and ``resume_checks`` checks
+whether a run may resume from one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from minitx.config.training import Objective as ObjectivePart
 from minitx.data.task import Task
 from minitx.data.task_loading import load_task
 from minitx.data.tokenizer import Tokenizer
-from minitx.nn.changes import joined
+from minitx.nn.config_differences import joined
 from minitx.training.checkpoint_files import load_weights, network_weights, read_checkpoint
 from minitx.training.devices import device_of
 from minitx.training.net import Net, network_of

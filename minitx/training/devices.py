@@ -159,13 +159,8 @@ def device_name(device: torch.device) -> str:
     return get_name(device) if get_name else device.type.upper()
 
 
-def peak_tflops(device: torch.device) -> float | None:
-    """Return the dense bfloat16 peak of a device in TFLOP/s from ``PEAK_TFLOPS``, or None if it is unknown, as for a CPU."""
-    return peak_of(device_name(device))
-
-
 def peak_of(name: str) -> float | None:
-    """Return ``peak_tflops`` of a device with this name.
+    """Return the dense bfloat16 peak of a device with this name in TFLOP/s, or None if it is unknown, as for a CPU.
 
     >>> peak_of("NVIDIA H100 PCIe"), peak_of("NVIDIA H100 80GB HBM3"), peak_of("CPU")
     (756.0, 989.0, None)

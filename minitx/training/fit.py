@@ -20,12 +20,13 @@ from minitx.config import ConfigError, EvaluationConfig, Part, to_dict
 from minitx.config.schema import first_line, require
 from minitx.data.datamodule import DataModule
 from minitx.training import rank
-from minitx.training.callbacks import Averages, BestCheckpoint, LastCheckpoint, StopAt, check_whole_weights, early_end
+from minitx.training.checkpoint_callbacks import Averages, BestCheckpoint, LastCheckpoint, check_whole_weights, early_end
 from minitx.training.module import FIND_UNUSED, NonFiniteError, TrainingModule, reached_by_gradients
-from minitx.training.resume import check_free
+from minitx.training.outcome import summarise
+from minitx.training.resume_checks import check_free
 from minitx.training.run_folder import run_folder
 from minitx.training.step_log import StepLog
-from minitx.training.summary import summarise, summary
+from minitx.training.summary import summary
 from minitx.training.trackers import finish_wandb, resuming, send_facts
 from minitx.training.trainer import build_trainer, epoch_hooks
 
@@ -84,17 +85,17 @@ class Run:
             for line in epoch_hooks(callbacks):
                 log_on_rank_zero(line)
             send_facts(trainer, self.state["config"], (files or {}).get("command.txt"))
-            nonfinite_step = self._train(trainer)
-            metrics = {} if nonfinite_step else dict(trainer.callback_metrics)
-            if nonfinite_step is None and (self.evaluation.at_end or self.evaluation.test):
+            nonfinite = self._train(trainer)
+            metrics = {} if nonfinite else dict(trainer.callback_metrics)
+            if nonfinite is None and (self.evaluation.at_end or self.evaluation.test):
                 from minitx.training.evaluation import evaluate_splits
 
                 metrics = evaluate_splits(trainer, module, data, self.evaluation, folder, self.state["model"])
             trainer.strategy.barrier()  # the result is read from files that the first process writes
-        return summarise(folder, trainer.global_step, nonfinite_step, metrics, data.task.floors, module.network)
+        return summarise(folder, trainer.global_step, nonfinite, metrics, data.task.floors, module.network)
 
-    def _train(self, trainer: L.Trainer) -> int | None:
-        """Train, and validate at the last step. With ``on_nonfinite=record``, return the first non-finite step, or None."""
+    def _train(self, trainer: L.Trainer) -> NonFiniteError | None:
+        """Train, and validate at the last step. With ``on_nonfinite=record``, return the error that ended the run, or None."""
         signals = next(each for each in trainer.callbacks if isinstance(each, LastCheckpoint))  # type: ignore[attr-defined]
         try:
             with signals, self._noting_gradients(trainer) as self.module.reached:
@@ -102,7 +103,7 @@ class Run:
         except NonFiniteError as error:
             if self.on_nonfinite == "stop":
                 raise
-            return error.step + 1
+            return error
         except MisconfigurationException as error:
             raise ConfigError(f"model: {first_line(error)}") from error
         except ConfigError:
@@ -149,6 +150,8 @@ def build_callbacks(run: Run, folder: Path) -> list[L.Callback]:
     last = LastCheckpoint(folder / "checkpoints", options, run.state)
     callbacks: list[Any] = [Averages(last), StepLog(options.log_every, module.net.config, options.peak_tflops)]
     if options.stop_at is not None:
+        from minitx.training.stop_at import StopAt
+
         callbacks.append(StopAt(**to_dict(options.stop_at)))
     if options.ckpt_every:
         callbacks.append(BestCheckpoint(folder / "checkpoints", options.monitor, options.monitor_mode))

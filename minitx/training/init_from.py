@@ -15,7 +15,7 @@ from minitx.config.part import FROM_PYTHON, find_target
 from minitx.config.schema import first_line
 from minitx.config.training import FOLDER_READER, MODEL
 from minitx.data.tokenizer import Tokenizer
-from minitx.nn.changes import joined
+from minitx.nn.config_differences import joined
 from minitx.training.checkpoint_files import load_weights, network_weights, read_checkpoint
 from minitx.training.net import Net
 

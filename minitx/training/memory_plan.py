@@ -8,7 +8,7 @@ optimizer of the run makes two steps, and the bytes of all tensors are summed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,8 @@ from minitx.config.training import LOADING
 from minitx.data.datamodule import DataModule
 from minitx.data.seeding import kept_generators
 from minitx.data.task import Task
-from minitx.training.callbacks import check_whole_weights
+from minitx.nn.transfer import tensors_in
+from minitx.training.checkpoint_callbacks import check_whole_weights
 from minitx.training.devices import check_accelerator, cpu_precision, device_of
 from minitx.training.fit import build_all, log_on_rank_zero
 from minitx.training.net import Net, build_network
@@ -202,19 +203,6 @@ def _states(network: nn.Module, part: Part, strategy: str) -> list[list[Tensor]]
         optimizer.step(closure)
         states.append(list(tensors_in(list(optimizer.state.values()))))
     return states
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists and dicts.
-
-    >>> [tensor.shape[0] for tensor in tensors_in({"a": [torch.zeros(2)], "b": 3.0, "c": torch.zeros(5)})]
-    [2, 5]
-    """
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for entry in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(entry)
 
 
 def size_of(tensors: Iterable[Tensor]) -> int:

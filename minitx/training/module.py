@@ -28,7 +28,7 @@ from minitx.config.schema import require
 from minitx.data.datamodule import DataModule
 from minitx.data.seeding import seed_device
 from minitx.data.task import Batch, Task
-from minitx.nn.changes import joined
+from minitx.nn.config_differences import joined
 from minitx.nn.precision import widest_float
 from minitx.nn.transfer import to_host
 from minitx.training.checkpoint_files import network_weights
@@ -51,6 +51,8 @@ log = logging.getLogger(__name__)
 class NonFiniteError(FailedRunError):
     """The loss or the gradient was not finite in step ``step``, counted from 0. The update of this step was skipped."""
 
+    phase = "training"
+
     def __init__(self, step: int, loss: float, grad_norm: float) -> None:
         super().__init__(step, loss, grad_norm)  # unchanged arguments, so that the error can be pickled
         self.step, self.loss, self.grad_norm = step, loss, grad_norm
@@ -64,6 +66,8 @@ class NonFiniteError(FailedRunError):
 
 class NonFiniteValidationError(NonFiniteError):
     """The validation loss after ``step`` updates is not finite."""
+
+    phase = "validation"
 
     def __str__(self) -> str:
         return (

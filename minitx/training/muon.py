@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw as fused_adamw
 
+from minitx.nn.init import is_head
 from minitx.nn.precision import widest_float
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -22,7 +23,7 @@ def matrix_names(network: nn.Module) -> set[str]:
     """
     names = set()
     for name, module in network.named_modules():
-        if isinstance(module, nn.Linear) and not name.endswith("head"):
+        if isinstance(module, nn.Linear) and not is_head(name):
             names.add(f"{name}.weight".lstrip("."))
     return names
 

@@ -28,7 +28,7 @@ from minitx.data.seeding import seed_device
 from minitx.data.task import Batch, Task, without_targets
 from minitx.data.task_loading import FIRST_INPUT, lightning_base, overrides
 from minitx.nn.arguments import Arguments
-from minitx.nn.changes import changes_of, hooked_modules, joined
+from minitx.nn.config_differences import changes_of, hooked_modules, joined
 from minitx.nn.modes import evaluating
 from minitx.nn.positions import position_ids_from
 

@@ -72,14 +72,12 @@ def cross_entropy(
         )
     flat, targets = logits.flatten(0, -2), labels.flatten()
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
-    V = flat.shape[-1]
-    rule = f"the model returns {V} logit{'s' * (V != 1)} for each label, so labels must be classes from 0 to {V - 1}, or {IGNORED} where they do not count"
     if targets.dtype == torch.bool or targets.is_floating_point():
-        raise ConfigError(f"{rule}: got {targets.dtype}".replace("torch.", ""))
+        raise _not_classes(flat, f"got {targets.dtype}".replace("torch.", ""))
     try:
         nll = F.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="none" if by_row else "sum")
     except IndexError as error:  # only on a CPU; a GPU stops with an error that does not mention labels
-        raise ConfigError(f"{rule}: {error}") from None
+        raise _not_classes(flat, error) from None
     if by_row:  # on the CPU, because Apple's GPU has no float64
         correct = (flat.argmax(-1) == targets) & (targets != IGNORED)
         columns = {"loss": nll, "correct": correct}
@@ -90,6 +88,14 @@ def cross_entropy(
     if count_correct:
         sums["correct"] = ((flat.detach().argmax(-1) == targets) & (targets != IGNORED)).sum()
     return sums
+
+
+def _not_classes(logits: Tensor, reason: object) -> ConfigError:
+    V = logits.shape[-1]
+    return ConfigError(
+        f"the model returns {V} logit{'s' * (V != 1)} for each label, so labels must be classes from 0 to {V - 1}, or {IGNORED} where they "
+        f"do not count: {reason}"
+    )
 
 
 def chunked_cross_entropy(

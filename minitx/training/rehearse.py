@@ -13,7 +13,6 @@ the same result, and none waits for another.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
 import logging
@@ -21,7 +20,7 @@ import math
 import tempfile
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -37,7 +36,7 @@ from minitx.data.datamodule import DataModule
 from minitx.data.seeding import Draw, kept_generators
 from minitx.data.splits import Split
 from minitx.data.task import Batch, counting, num_targets, select_rows
-from minitx.nn.modes import evaluating
+from minitx.nn.modes import evaluating, restored
 from minitx.training import StoppedError
 from minitx.training.checkpoint_files import load_weights, network_weights, read_checkpoint
 from minitx.training.devices import device_of
@@ -185,7 +184,8 @@ def compare_rows(module: TrainingModule, batch: Batch, device: torch.device) -> 
     network = module.network.to(device)
     batch = {name: value.to(device) for name, value in batch.items()}
     rows = [select_rows(batch, [row]) for row in range(len(batch["labels"]))]
-    with evaluating(network), torch.enable_grad(), _with_noise(network):
+    with evaluating(network), torch.enable_grad(), restored(network):
+        _add_noise(network)
         together, again, apart = (_sums_over(module, batches) for batches in ([batch], [batch], rows))
     for name, value in together.items():
         sum_apart, is_random = apart[name], not math.isclose(value, again[name], rel_tol=1e-3, abs_tol=1e-12)
@@ -245,19 +245,12 @@ def _leaves(loss: Tensor) -> Iterator[nn.Parameter]:
                 yield leaf
 
 
-@contextmanager
-def _with_noise(network: nn.Module) -> Iterator[None]:
+@torch.no_grad()
+def _add_noise(network: nn.Module) -> None:
     draw = torch.Generator().manual_seed(0)
-    weights = {weight: weight.detach().clone() for weight in network.parameters() if weight.requires_grad}
-    with torch.no_grad():
-        for weight in weights:
+    for weight in network.parameters():
+        if weight.requires_grad:
             weight.add_(NOISE * torch.randn(weight.shape, generator=draw).to(weight))
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for weight, value in weights.items():
-                weight.copy_(value)
 
 
 # --- the run, shortened
@@ -348,28 +341,24 @@ def naming_faulty_part(module: TrainingModule, callbacks: Mapping[str, Part | No
     except (ConfigError, StoppedError):
         raise
     except Exception as error:
-        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        path = next(filter(None, (_path_of(frame, module, callbacks) for frame in reversed(frames))), "a step of this run")
-        frame = _frame_to_name(frames)
-        line = f"{Path(frame.f_code.co_filename).name}:{_line(error, frame)}"
+        places = [*traceback.walk_tb(error.__traceback__)]
+        path = next(filter(None, (_path_of(frame, module, callbacks) for frame, _ in reversed(places))), "a step of this run")
+        frame, number = _place_to_name(places)
+        line = f"{Path(frame.f_code.co_filename).name}:{number}"
         message = f"{path}: fails in the rehearsal of this run: {type(error).__name__}: {first_line(error)} ({line})"
         raise ConfigError(message) from error
 
 
-def _frame_to_name(frames: Sequence[FrameType]) -> FrameType:
-    """Return the innermost frame of the user's code that minitx called, or else the innermost frame of minitx."""
+def _place_to_name(places: Sequence[tuple[FrameType, int]]) -> tuple[FrameType, int]:
+    """Return the innermost line of the user's code that minitx called, or else the innermost line of minitx."""
 
-    def is_ours(frame: FrameType) -> bool:
-        return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "minitx"
+    def is_ours(place: tuple[FrameType, int]) -> bool:
+        return str(place[0].f_globals.get("__name__", "")).partition(".")[0] == "minitx"
 
-    called = list(itertools.dropwhile(lambda frame: not is_ours(frame), frames))
-    ours = [frame for frame in called if is_ours(frame)]
-    users = [frame for frame in called if not is_ours(frame) and "site-packages" not in frame.f_code.co_filename]
-    return (users or ours or list(frames))[-1]
-
-
-def _line(error: Exception, frame: FrameType) -> int:
-    return next(line for other, line in traceback.walk_tb(error.__traceback__) if other is frame)
+    called = list(itertools.dropwhile(lambda place: not is_ours(place), places))
+    ours = [place for place in called if is_ours(place)]
+    users = [place for place in called if not is_ours(place) and "site-packages" not in place[0].f_code.co_filename]
+    return (users or ours or list(places))[-1]
 
 
 def _path_of(frame: FrameType, module: TrainingModule, callbacks: Mapping[str, Part | None]) -> str:
@@ -393,67 +382,9 @@ def _path_of(frame: FrameType, module: TrainingModule, callbacks: Mapping[str, P
 def restored_afterwards(module: TrainingModule, device: torch.device) -> Iterator[None]:
     """A context that restores the network, the objective and the random generators, and logs only errors."""
     level = logging.root.manager.disable
-    with ExitStack() as stack:
-        stack.enter_context(kept_generators(device))
-        stack.callback(logging.disable, level)
+    with kept_generators(device), restored(module.network, module.objective):
         logging.disable(logging.WARNING)
-        for part in module.network.modules():
-            stack.callback(_Saved.of_module(part).restore)
-        if isinstance(module.objective, nn.Module):
-            for part in module.objective.modules():
-                stack.callback(_Saved.of_module(part).restore)
-        elif hasattr(module.objective, "__dict__"):
-            stack.callback(_Saved(vars(module.objective)).restore)
-        yield
-
-
-class _Saved:
-    """The state of an object: its attributes, and the numbers of its parameters and buffers.
-
-    Args:
-        attributes: the ``__dict__`` of the object. A module's has dicts of its parameters, buffers and hooks.
-        tensors: its parameters and buffers.
-    """
-
-    def __init__(self, attributes: dict[str, Any], tensors: Iterable[Tensor] = ()) -> None:
-        self.attributes = attributes
-        self.values = {name: (value, _copied(value)) for name, value in attributes.items()}
-        self.tensors = [(tensor, tensor.detach().clone(), tensor.requires_grad) for tensor in tensors]
-
-    @classmethod
-    def of_module(cls, module: nn.Module) -> _Saved:
-        """Save a module without its children."""
-        return cls(vars(module), [*module.parameters(recurse=False), *module.buffers(recurse=False)])
-
-    def restore(self) -> None:
-        """Restore the attributes, so that the object has the same tensors again, and then the numbers of these tensors."""
-        self._restore_attributes()
-        with torch.no_grad():
-            for tensor, numbers, requires_grad in self.tensors:
-                tensor.requires_grad_(requires_grad)
-                tensor.grad = None
-                if tensor.dtype == numbers.dtype:
-                    tensor.copy_(numbers)
-                else:  # with bf16-true, restore the unrounded weights, because an average starts from them
-                    tensor.data = numbers.to(tensor.device)
-
-    def _restore_attributes(self) -> None:
-        """Restore the same objects, and what containers and tensors among them contained."""
-        self.attributes.clear()
-        for name, (value, content) in self.values.items():
-            self.attributes[name] = value
-            if isinstance(value, Tensor):
-                with torch.no_grad():
-                    value.copy_(content)
-            elif isinstance(value, dict | set):
-                value.clear()
-                value.update(content)
-            elif isinstance(value, list):
-                value[:] = content
-
-
-def _copied(value: Any) -> Any:
-    """Return a copy of an attribute that can change in place, or None."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    return copy.copy(value) if isinstance(value, dict | set | list) else None
+        try:
+            yield
+        finally:
+            logging.disable(level)

@@ -24,7 +24,7 @@ from minitx.training.init_from import load_start
 from minitx.training.module import build_module
 from minitx.training.net import Net, build_network, decided_fields, prepared_network
 from minitx.training.rehearse import rehearse
-from minitx.training.resume import check_free, check_resumed
+from minitx.training.resume_checks import check_free, check_resumed
 from minitx.training.summary import describe_training
 from minitx.training.trainer import check_extra, quiet_lightning
 

@@ -18,8 +18,8 @@ from minitx.data.tokenizer import encode_known
 from minitx.generation import Sampler, generate
 from minitx.nn.modes import evaluating
 from minitx.nn.transfer import to_device, to_host
+from minitx.training.json_lines import add_records, drop_records
 from minitx.training.module import TrainingModule, hash_seed
-from minitx.training.records import add_records, drop_records
 from minitx.training.step_log import StepCallback
 
 log = logging.getLogger(__name__)

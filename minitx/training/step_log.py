@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import lightning.pytorch as L
@@ -16,7 +17,7 @@ from minitx.config import TransformerConfig
 from minitx.nn.precision import widest_float
 from minitx.nn.transfer import to_host
 from minitx.training import StoppedError
-from minitx.training.devices import memory_mb, peak_tflops
+from minitx.training.devices import device_name, memory_mb, peak_of
 from minitx.training.metrics_csv import MetricsFile
 from minitx.training.module import NonFiniteError, TrainingModule
 from minitx.training.processes import sum_over_processes
@@ -88,7 +89,7 @@ class StepLog(StepCallback):
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.started = self._mark = time.perf_counter()
-        self.peak = self.peak or peak_tflops(module.device)
+        self.peak = self.peak or peak_of(device_name(module.device))
 
     def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: torch.optim.Optimizer) -> None:
         groups = optimizer.param_groups
@@ -166,15 +167,21 @@ def _publish(trainer: L.Trainer, values: Mapping[str, Any]) -> None:
 
 def batch_flops(model: TransformerConfig, batch: dict[str, Tensor]) -> float:
     """Return the training FLOPs of one micro-batch of one of our models, padding included."""
-    from minitx.nn.counting import train_flops  # only a device of known peak needs it
-
     if not isinstance(model.attention, str):
         return 0.0  # custom cores have no FLOP count
     if model.architecture == "vision":
-        return len(batch["pixel_values"]) * train_flops(model)
+        return len(batch["pixel_values"]) * _flops_of_row(model)
     rows, length = batch["input_ids"].shape
     target = batch["decoder_input_ids"].shape[1] if model.architecture == "encoder_decoder" else None
-    return rows * train_flops(model, length, target)
+    return rows * _flops_of_row(model, length, target)
+
+
+@cache
+def _flops_of_row(*arguments: Any) -> float:
+    """``train_flops``, computed once for each shape."""
+    from minitx.nn.counting import train_flops  # only a device of known peak needs it
+
+    return train_flops(*arguments)
 
 
 def step_means(trainer: L.Trainer, module: TrainingModule) -> dict[str, float]:

@@ -1,20 +1,17 @@
-"""What a run reports: the summary before its first step, and its result."""
+"""The summary of a run before its first step."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as L
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from minitx.config import Part
 from minitx.data.datamodule import DataModule
 from minitx.training.devices import device_name
-from minitx.training.metrics_csv import finite, read_metrics
 from minitx.training.module import TrainingModule
 from minitx.training.optimizers import describe_decay
 
@@ -112,40 +109,3 @@ def unit_of(labels: Tensor) -> str:
     if labels.dim() < 2:
         return "rows"
     return "labels" if labels.is_floating_point() else "tokens"
-
-
-def summarise(
-    folder: Path,
-    steps: int,
-    nonfinite_step: int | None,
-    metrics: Mapping[str, Any],
-    floors: Mapping[str, float],
-    network: nn.Module,
-) -> dict[str, Any]:
-    """Return the result of a run as plain data without NaN.
-
-    ==================  =====================================================================================
-    ``steps``           number of updates; in a non-finite run, number of updates before the first non-finite step
-    ``nonfinite_step``  the first step whose loss or gradient was not finite, or None
-    ``train_loss``      the loss in the last row of ``metrics.csv``
-    ``val_loss, val_accuracy``  results of the last validation; None without a validation, or in a non-finite run
-    ``floors``          losses of simple baselines, in nats, by name
-    ``num_parameters``  number of parameters of the network
-    ``metrics``         the last value of every column of ``metrics.csv``, and of every other logged metric
-    ==================  =====================================================================================
-    """
-    rows = read_metrics(folder / "metrics.csv")
-    last = {name: float(value) for name, value in metrics.items()}
-    for row in rows:
-        last |= {name: value for name, value in row.items() if value is not None and name != "step"}
-    finite_metrics = {
-        name: finite(value) for name, value in last.items() if nonfinite_step is None or not name.startswith("val_")
-    }
-    return {
-        "steps": steps if nonfinite_step is None else nonfinite_step - 1,
-        "nonfinite_step": nonfinite_step,
-        **{name: finite_metrics.get(name) for name in ("train_loss", "val_loss", "val_accuracy")},
-        "floors": dict(floors),
-        "num_parameters": sum(p.numel() for p in network.parameters()),
-        "metrics": finite_metrics,
-    }

@@ -6,7 +6,8 @@ import difflib
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def build_trainer(
     ``TrainingModule`` does its own clipping and logging, and the loaders of ``DataModule`` give each process its own batches.
 
     Raises:
-        ConfigError: Lightning does not accept the devices, the strategy, ``trainer.extra``, a plugin or the profiler.
+        ConfigError: Lightning does not accept the arguments. The message names ``trainer.extra`` if Lightning accepts them without it.
     """
     check_callbacks(callbacks)
     on_devices = device_arguments(options)
@@ -85,10 +86,12 @@ def build_trainer(
     try:
         trainer = L.Trainer(**{**arguments, **options.extra})
     except Exception as error:
-        raise ConfigError(
-            f"trainer.strategy={options.strategy} with trainer.accelerator={options.accelerator} and trainer.devices={options.devices} "
-            f"cannot be used: {first_line(error)}"
-        ) from error
+        key = "trainer"
+        with suppress(ConfigError):
+            if options.extra:
+                build_trainer(replace(options, extra={}), folder, loggers, callbacks, resumed_step, checkpoints)
+                key = "trainer.extra"
+        raise ConfigError(f"{key}: {first_line(error)}") from error
     # Before every micro-batch, Lightning waits for the device and broadcasts whether SIGTERM was received. LastCheckpoint shares
     # signals at fewer steps. There is no public switch for this; pyproject.toml bounds the version of lightning.
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]

@@ -17,7 +17,7 @@ from minitx.ablation.design import AblationConfig, StartConfig, StudyConfig, Thr
 from minitx.ablation.execution import run_cells
 from minitx.ablation.grid import cells
 from minitx.config.training import WindowConfig
-from minitx.training.records import read_json_lines
+from minitx.training.json_lines import read_json_lines
 from tests.waiting import PATIENCE, wait_for
 
 SMALL = ["experiment=scaling_cell_recall", "data.num_pairs=3", "data.num_keys=8", "data.num_values=4", "data.val_size=8",

@@ -12,7 +12,7 @@ from pretended_runs import Here, StoppedError, comparable, grid, pretend, ran, r
 from minitx.ablation.design import settings
 from minitx.ablation.grid import cells
 from minitx.config import ConfigError
-from minitx.training.records import read_json_lines
+from minitx.training.json_lines import read_json_lines
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from pretended_runs import alive, comparable, run
 
-from minitx.training.records import read_json_lines
+from minitx.training.json_lines import read_json_lines
 from tests.waiting import PATIENCE, wait_for
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import random
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -560,3 +562,21 @@ def test_nothing_is_wrong_with_the_models_of_the_examples(file, monkeypatch):
     torch.manual_seed(0)
     report = check_model(getattr(module, name)(**options), only=QUICK)
     assert report.is_right and report.called_as, str(report)
+
+
+class Noisy(nn.Module):
+    """Its output has noise of two libraries' generators."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(31, 6)
+
+    def forward(self, ids):
+        return self.table(ids) * (1 + random.random()) + np.random.rand()
+
+
+def test_a_seed_repeats_the_findings_of_a_model_that_draws_from_any_generator():
+    states = random.getstate(), np.random.get_state()[1].tolist()
+    first, second = (str(check_model(Noisy(), only="determinism", seed=5)) for _ in range(2))
+    assert first == second and "determin" in first
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states

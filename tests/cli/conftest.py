@@ -33,7 +33,15 @@ SHORT = (
 TINY = ("data=kv_lookup", "data.val_size=16", "data.batch_size=8", "model.embed_dim=8", "model.num_heads=2", "model.num_layers=1",
         "trainer.accelerator=cpu", "trainer.threads=1", "trainer.log_every=1", "trainer.rehearse=false", "callbacks.progress=false")  # fmt: skip
 """A smaller one, which a test makes for itself."""
-RESULT = {"steps": 1, "nonfinite_step": None, "val_loss": None, "val_accuracy": None, "floors": {}, "metrics": {}}
+RESULT = {
+    "steps": 1,
+    "nonfinite_step": None,
+    "nonfinite_phase": None,
+    "val_loss": None,
+    "val_accuracy": None,
+    "floors": {},
+    "metrics": {},
+}
 """Of a run that is not run."""
 LEARNS = "trainer.max_steps=20 optimizer.lr=1e-2 "
 RUNS = {

@@ -17,7 +17,7 @@ from minitx.generation import Sampler, beam_search, generate
 from minitx.interop.conversations import TEMPLATE, ChatFormat
 from minitx.training.checkpoint_files import write_checkpoint
 from minitx.training.checkpoints import load_model
-from minitx.training.records import read_json_lines
+from minitx.training.json_lines import read_json_lines
 from tests.cli.conftest import SHORT, assert_named, put
 from tests.cli.processes import start
 from tests.data.conftest import SPACE, beginning_with_a_space

@@ -11,7 +11,7 @@ from minitx.config.part import parameter_names
 from minitx.config.schema import defaults
 from minitx.config.training import REPLACED
 from minitx.training.run import train
-from minitx.training.trainer import NO_EFFECT, check_extra
+from minitx.training.trainer import NO_EFFECT, build_trainer, check_extra
 
 ARGUMENTS = sorted(parameter_names(L.Trainer) - {*NO_EFFECT})
 
@@ -71,3 +71,12 @@ def test_an_argument_that_has_a_key_or_does_not_exist_is_refused_from_python_bef
         with pytest.raises(ConfigError, match=f"^trainer.extra.{name} .*{said}"):
             train(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_value_that_lightning_refuses_is_named_by_its_key(tmp_path):
+    options = TrainerConfig(max_steps=3, extra={"max_time": "bogus"})
+    with pytest.raises(ConfigError, match=r"^trainer\.extra: .*'bogus'.* is not a valid duration"):
+        build_trainer(options, tmp_path, [], [], 0)
+    second = TrainerConfig(max_steps=3, plugins=({"_target_": "lightning.pytorch.plugins.TorchCheckpointIO"},))
+    with pytest.raises(ConfigError, match=r"^trainer: .*multiple values for CheckpointIO"):
+        build_trainer(second, tmp_path, [], [], 0)

@@ -34,7 +34,7 @@ from minitx.data.tables import load_tables
 from minitx.data.tokenizer_choice import find_or_train_tokenizer
 from minitx.interop.finetune import pretrained_hf
 from minitx.interop.lora import Lora
-from minitx.training import optimizers
+from minitx.training import optimizers, schedules
 
 ROOT = Path(__file__).parents[2]
 PAGE, HEAD = ROOT / "docs" / "configuring.md", Path(__file__).with_name("configuring_head.md")
@@ -90,7 +90,7 @@ def keys(cls: type) -> list[Key]:
 
 
 SHARED = {"load_tables": load_tables, "find_or_train_tokenizer": find_or_train_tokenizer, "kjv": data.kjv}
-SHARED |= {name: getattr(optimizers, name) for name in ("adamw", "constant", "linear")}
+SHARED |= {"adamw": optimizers.adamw, "constant": schedules.constant, "linear": schedules.linear}
 """What explains arguments of several targets."""
 OF_ALL_DATA = [
     Key("batch_size", (), str(LOADING["batch_size"][1]), "rows of a step, over all devices and micro-batches"),

@@ -91,7 +91,7 @@ def test_every_case_is_a_row():
 
 
 def test_the_place_that_refusals_name_is_there():
-    from minitx.nn.bias import MASKS_PAGE
+    from minitx.nn.rules import MASKS_PAGE
 
     path, _, title = re.fullmatch(r"see (\S+)(, )(\w+)", MASKS_PAGE).groups()
     assert re.search(rf"^## {title}$", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)

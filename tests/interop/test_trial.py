@@ -361,6 +361,23 @@ def test_a_check_calls_the_model_twice_before_and_once_after():
     assert len(calls) == 3
 
 
+def test_a_check_leaves_nothing_that_a_call_added_to_the_model():
+    model = build("Llama")
+    model.log = []
+
+    def forward(self, *args, **options):
+        self.calls = len(self.log)
+        self.log.append(random.random())
+        return type(self).forward(self, *args, **options)
+
+    model.forward = forward.__get__(model)
+    before = random.getstate()
+    with settled(model):
+        model(torch.tensor([[1, 2, 3]]))
+        assert len(model.log) == 1
+    assert random.getstate() == before and model.log == [] and not hasattr(model, "calls")
+
+
 # --- the oracles hold for adopted models
 
 

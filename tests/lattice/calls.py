@@ -37,7 +37,8 @@ from minitx import nn as mx
 from minitx.check.reference import gradient_sizes, naive_attention, tolerance
 from minitx.nn import backends
 from minitx.nn.backends import chunked, flex
-from minitx.nn.bias import as_bias, tensors_of
+from minitx.nn.bias import as_bias
+from minitx.nn.rules import tensors_of
 from tests import pretend
 from tests.lattice.engine import Lattice, Oracle, Point, Refusal, Where, run
 from tests.lattice.gaps import linear_gap, slope_gap

@@ -39,7 +39,7 @@ from minitx.interop import (
 )
 from minitx.interop.lora import merged
 from minitx.nn import fold_scale, set_scale
-from minitx.nn.changes import changes_of
+from minitx.nn.config_differences import changes_of
 from minitx.training.optimizers import adamw
 from tests.lattice.engine import KnownFault, Lattice, Oracle, Point, Refusal, run
 from tests.lattice.networks import (

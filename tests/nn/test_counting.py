@@ -47,6 +47,12 @@ def test_a_picture_costs_what_torch_counts_but_for_the_gradient_of_its_pixels():
     assert counted(config, 10) == train_flops(config) - 2 * 9 * 3 * 4 * config.embed_dim
 
 
+def test_a_core_of_ones_own_costs_what_exact_attention_does():
+    """A part of a config cannot be hashed."""
+    config = TransformerConfig(**{**SMALL, "backend": "auto"}, attention={"_target_": "minitx.nn.DotProductAttention"})
+    assert train_flops(config, T) == train_flops(TransformerConfig(**SMALL), T) > 0
+
+
 def test_what_costs_nothing_has_no_exponent():
     with pytest.raises(ValueError, match=r"must be positive, got \[1, 2\] and \[0, 3\]"):
         fit_exponent((1, 2), (0, 3))

@@ -1,6 +1,7 @@
 """DecoderLM: causal, blind to padding, blind to neighbours in a pack, and honest about its size."""
 
 import copy
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -8,11 +9,23 @@ from sizes import assert_same, tokens
 from sizes import small_model as model
 
 from minitx.config import TransformerConfig
-from minitx.nn import PrefixLM, Rotary, SlidingWindow
+from minitx.nn import PrefixLM, Rotary, SlidingWindow, model_parts
+from minitx.nn.blocks import NORM_POSITIONS
+from minitx.nn.feedforward import ACTIVATIONS, GATED
+from minitx.nn.init import SCHEMES
 from minitx.nn.models import MODELS
 
 V, E, L = 13, 12, 7
 POSITIONS = ("learned", "sinusoidal", "rotary", "alibi", "t5", "none")
+
+
+def test_the_words_of_an_option_are_those_that_the_layers_know():
+    def words(name):
+        return {*get_args(get_type_hints(TransformerConfig)[name])}
+
+    known = {"activation": ACTIVATIONS, "norm_position": NORM_POSITIONS, "position": model_parts.POSITIONS, "init": SCHEMES}
+    assert {name: words(name) for name in known} == {name: {*registry} for name, registry in known.items()}
+    assert {name for name in ACTIVATIONS if "glu" in name} == {*GATED}
 
 
 def reach(network, length=L, **inputs):

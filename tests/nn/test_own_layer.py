@@ -6,7 +6,7 @@ import torch
 from minitx.config import TransformerConfig, node
 from minitx.config.schema import Positive
 from minitx.nn import DecoderLM, DotProductAttention, MultiHeadAttention, build_model
-from minitx.nn.changes import changes_of
+from minitx.nn.config_differences import changes_of
 
 
 class Numbered(MultiHeadAttention):

@@ -65,8 +65,8 @@ TESTS = {
     "minitx/analysis/statistics.py": ["tests/analysis/test_attention_statistics.py"],
     "minitx/check/properties.py": ["tests/check/test_properties.py"],
     "minitx/generation/decoding.py": ["tests/test_generation.py"],
-    "minitx/nn/folding.py": [
-        "tests/nn/test_fold_scale.py",
+    "minitx/nn/folding.py": ["tests/nn/test_fold_scale.py"],
+    "minitx/interop/adopted_fold.py": [
         *(f"{ADOPT}{name}" for name in (
             "a_number_among_the_weights_of_an_attention_is_no_obstacle_to_a_fold",
             "folding_the_scale_keeps_the_function_and_release_gives_the_weights_back",

@@ -18,8 +18,9 @@ from minitx.config import RunConfig, TrainerConfig, TransformerConfig, node
 from minitx.data import induction
 from minitx.data.recall import induction_targets
 from minitx.nn import DecoderLM
-from minitx.training.optimizers import adamw, constant
+from minitx.training.optimizers import adamw
 from minitx.training.run import train
+from minitx.training.schedules import constant
 
 SIZES = {"embed_dim": 128, "num_heads": 2, "num_layers": 2, "ffn_dim": 128, "max_len": 64}
 OPTIONS = {"activation": "relu", "position": "rotary", "init": "lecun", "tie_embeddings": False}

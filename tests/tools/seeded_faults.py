@@ -261,9 +261,9 @@ WRITTEN = (
     Fault(
         "record_first_step",
         "on_nonfinite=record × the first step: a run that fails there counts as finished",
-        "minitx/training/fit.py:Run._train",
-        "return error.step + 1",
-        "return error.step",
+        "minitx/training/outcome.py:summarise",
+        'nonfinite.step + (nonfinite.phase == "training")',
+        "nonfinite.step",
     ),
     Fault(
         "resume_accumulate_rate",
@@ -282,7 +282,7 @@ WRITTEN = (
     Fault(
         "stop_at_resume",
         "stop_at × resume: the window of the metric begins anew",
-        "minitx/training/callbacks.py:StopAt.load_state_dict",
+        "minitx/training/stop_at.py:StopAt.load_state_dict",
         'state_dict["reached"], list(state_dict["last"])',
         'state_dict["reached"], []',
     ),
@@ -296,7 +296,7 @@ WRITTEN = (
     Fault(
         "best_resume",
         "monitor × resume: a worse validation replaces best.ckpt",
-        "minitx/training/callbacks.py:BestCheckpoint.load_state_dict",
+        "minitx/training/checkpoint_callbacks.py:BestCheckpoint.load_state_dict",
         'super().load_state_dict({**state_dict, **score, "dirpath": self.dirpath, "best_model_path": str(path)})',
         "self.best_model_path = str(path)",
     ),
@@ -506,7 +506,8 @@ SUITE = {
     "training": ("training/test_steps", "training/test_resume", "training/test_parts", "training/test_outcome"),
     "training/module": ("training/test_module", "training/test_steps", "training/test_resume", "training/test_resume_optimizers",
                         "training/test_parts", "training/test_devices"),
-    "training/callbacks": ("training/test_steps", "training/test_samples", "training/test_resume", "training/test_outcome"),
+    "training/checkpoint_callbacks": ("training/test_steps", "training/test_samples", "training/test_resume", "training/test_outcome"),
+    "training/stop_at": ("training/test_steps", "training/test_resume"),
     "training/run": ("training/test_steps", "training/test_outcome", "training/test_parts", "training/test_foreign"),
     "analysis": ("analysis/test_capture", "analysis/test_intervene", "analysis/test_adopted"),
     "interop": ("interop/test_adopt", "nn/test_fold_scale", "interop/test_lora"),

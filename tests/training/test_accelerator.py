@@ -26,13 +26,14 @@ from minitx.cli.train import run_on_devices
 from minitx.config import ConfigError, EvaluationConfig, TrainerConfig
 from minitx.data.seeding import kept_generators, seed_device
 from minitx.data.task import Task
+from minitx.nn.efficient import LinearAttention, approximation_error
 from minitx.nn.precision import widest_float
 from minitx.nn.transfer import to_device, to_host
 from minitx.training.checkpoints import move_to_device
-from minitx.training.devices import check_count, device_name, memory_mb, peak_tflops, process_settings
+from minitx.training.devices import check_count, device_name, memory_mb, peak_of, process_settings
+from minitx.training.json_lines import read_json_lines
 from minitx.training.metrics_csv import OF_THE_MACHINE, read_metrics
 from minitx.training.module import TrainingModule
-from minitx.training.records import read_json_lines
 from minitx.training.trainer import device_arguments, quiet_lightning
 from tests import pretend
 from tests.test_configs import CONFIGS, OF_OWN_FILES, small_llama
@@ -159,6 +160,8 @@ def abilities():
     check_count(options)
     pretend.like_apple()
     assert widest_float(device) == torch.float32
+    rows = torch.ones(1, 2, 5, 4, device=device)
+    assert approximation_error(LinearAttention(), rows, rows, rows)["relative_error"] < 1e-6
     with pytest.raises(ConfigError, match=r"trainer\.precision=64-true: PRETEND does not support float64"):
         check_count(options)
     with pytest.raises(ConfigError, match=r"device=pretend cannot be used: pretend has no torch\.float64"):
@@ -169,7 +172,7 @@ def abilities():
         ConfigError, match=r"trainer\.accelerator=pretent is not allowed: .*mps, pretend \(did you mean pretend\?\)"
     ):
         check_count(TrainerConfig(accelerator="pretent"))
-    assert (device_name(device), peak_tflops(device)) == ("PRETEND", None) and memory_mb(device) > 10
+    assert (device_name(device), peak_of(device_name(device))) == ("PRETEND", None) and memory_mb(device) > 10
     where = device_arguments(TrainerConfig(accelerator=pretend.NAME, precision="bf16-mixed"))
     assert (where["strategy"].root_device, where["plugins"][-1].device) == (device, pretend.NAME)
 

@@ -17,7 +17,7 @@ from torch.serialization import set_crc32_options
 from minitx.cli.exit_codes import sentence
 from minitx.config import ConfigError, InitFrom
 from minitx.nn import DecoderLM
-from minitx.training.callbacks import LastCheckpoint
+from minitx.training.checkpoint_callbacks import LastCheckpoint
 from minitx.training.checkpoint_files import FORMAT, CheckpointError, load_weights, read_checkpoint, write_checkpoint
 from minitx.training.checkpoints import load_model
 from minitx.training.init_from import load_start
@@ -255,7 +255,7 @@ def test_a_tensor_with_two_names_is_compared_in_the_precision_of_the_model_and_o
 
 def test_a_checkpoint_is_written_when_the_last_one_is_old(make_config, tmp_path, monkeypatch):
     saved, now = [], [0.0]
-    monkeypatch.setattr("minitx.training.callbacks.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("minitx.training.checkpoint_callbacks.time.monotonic", lambda: now[0])
     monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", lambda self, found, path, **_: saved.append(found["global_step"]))  # fmt: skip
     on_step = LastCheckpoint.on_step
     monkeypatch.setattr(LastCheckpoint, "on_step", lambda *args: (now.insert(0, now[0] + 24.0), on_step(*args)))

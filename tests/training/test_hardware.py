@@ -14,11 +14,11 @@ from minitx.training.devices import (
     check_count,
     count_devices,
     cpu_precision,
+    device_name,
     device_of,
     kind_of_device,
     memory_mb,
     peak_of,
-    peak_tflops,
 )
 from minitx.training.trainer import device_arguments
 
@@ -112,7 +112,7 @@ def test_the_peak_is_found_by_the_devices_name(monkeypatch):
     assert {name: peak_of(name) for name in PEAKS} == PEAKS
     assert set(PEAK_TFLOPS.values()) <= set(PEAKS.values())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L40S")
-    assert peak_tflops(torch.device("cuda")) == 362.0
+    assert peak_of(device_name(torch.device("cuda"))) == 362.0
 
 
 def test_memory_is_counted_where_the_device_counts_it(monkeypatch):

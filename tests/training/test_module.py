@@ -19,8 +19,8 @@ from minitx.data.task import Task
 from minitx.training.metrics_csv import read_metrics
 from minitx.training.module import Latch, NonFiniteError, TrainingModule, hash_seed
 from minitx.training.objectives import CrossEntropy
-from minitx.training.optimizers import constant
 from minitx.training.run import train
+from minitx.training.schedules import constant
 from minitx.training.trainer import quiet_lightning
 
 

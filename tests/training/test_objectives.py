@@ -13,7 +13,7 @@ from minitx.config import ConfigError, ParameterRule, Part, RunConfig, Transform
 from minitx.data.task import num_targets
 from minitx.nn.counting import allocations, count_flops
 from minitx.nn.models import build_model
-from minitx.training import optimizers
+from minitx.training import schedules
 from minitx.training.module import TrainingModule
 from minitx.training.objectives import (
     CrossEntropy,
@@ -172,7 +172,7 @@ def test_chunks_of_nothing_and_shapes_that_do_not_fit_are_refused(chunk_tokens, 
 
 def lr_factor(name, max_steps, **keys):
     """The factor of a schedule of ours, by step. A key that it has no use for is left out."""
-    target = getattr(optimizers, name)
+    target = getattr(schedules, name)
     known = {key: value for key, value in keys.items() if key in inspect.signature(target).parameters}
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     return node(target, **known).build(optimizer, max_steps=max_steps).lr_lambdas[0]

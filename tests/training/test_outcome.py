@@ -17,19 +17,22 @@ from extra import of_digits, train_with
 from torch import nn
 
 import minitx.training.run as run_module
+from minitx.ablation.measures import result_of
+from minitx.cli.train import summary_line
 from minitx.config import ConfigError, EvaluationConfig
 from minitx.data.batches import Address
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Task
-from minitx.training import records
+from minitx.training import json_lines
 from minitx.training.evaluation import Evaluation, report
+from minitx.training.json_lines import add_records, read_json_lines
 from minitx.training.metrics_csv import MetricsFile, read_metrics
 from minitx.training.module import NonFiniteError
 from minitx.training.net import in_own_dtype
-from minitx.training.records import add_records, read_json_lines
+from minitx.training.outcome import summarise
 from minitx.training.run import train
 from minitx.training.run_folder import run_folder
-from minitx.training.summary import describe_data, describe_device, summarise
+from minitx.training.summary import describe_data, describe_device
 from minitx.training.trainer import check_callbacks
 
 
@@ -105,9 +108,9 @@ def test_a_full_disk_or_a_crash_leaves_the_files_of_the_run_that_goes_on_as_they
     with pytest.raises(ConfigError, match="No space left on device"), run_folder(tmp_path, {config.name: "new"}):
         pass
     add_records(probes, {"step": 1}, {"step": 2})
-    monkeypatch.setattr(records, "add_records", None)
+    monkeypatch.setattr(json_lines, "add_records", None)
     with pytest.raises(TypeError):
-        records.drop_records(probes, 1)
+        json_lines.drop_records(probes, 1)
     assert config.read_text(encoding="utf-8") == "old" and len(read_json_lines(probes)) == 2
 
 
@@ -130,7 +133,7 @@ def test_two_processes_cannot_train_in_one_folder(tmp_path):
 
 def summary(folder, *rows, **facts):
     write(folder / "metrics.csv", rows)
-    plain = {"steps": 2, "floors": FLOORS, "nonfinite_step": None, "network": torch.nn.Linear(2, 1), "metrics": {}}
+    plain = {"steps": 2, "floors": FLOORS, "nonfinite": None, "network": torch.nn.Linear(2, 1), "metrics": {}}
     return summarise(folder, **{**plain, **facts})
 
 
@@ -142,7 +145,7 @@ def test_a_result_is_read_off_the_last_step_and_the_last_validation_and_is_plain
     result = summary(tmp_path, ({"train_loss": math.inf}, 3), ({"val_loss": math.nan, "val_accuracy": 0.5}, 3))
     assert json.loads(json.dumps(result, allow_nan=False)) == result
     assert (result["train_loss"], result["val_loss"], result["val_accuracy"]) == (None, None, 0.5)
-    result = summary(tmp_path, first, second, nonfinite_step=2)
+    result = summary(tmp_path, first, second, nonfinite=NonFiniteError(1, math.inf, math.inf))
     found = (result["steps"], result["nonfinite_step"], result["train_loss"], result["val_loss"], result["val_accuracy"])
     assert found == (1, 2, 4.0, None, None)  # a run that was not finite has no validation
     assert (summary(tmp_path)["train_loss"], summary(tmp_path)["metrics"]) == (None, {})
@@ -321,7 +324,10 @@ def test_a_validation_that_is_not_finite_counts_as_a_step_that_is_not(make_confi
     with pytest.raises(NonFiniteError, match="the validation loss after step 3 is not finite"):
         train(config, tmp_path / "stop", objective=NanInValidation())
     result = train(dataclasses.replace(config, on_nonfinite="record"), tmp_path / "record", objective=NanInValidation())
-    assert (result["steps"], result["nonfinite_step"], result["val_loss"]) == (3, 4, None)
+    found = (result["steps"], result["nonfinite_step"], result["nonfinite_phase"], result["val_loss"])
+    assert found == (3, 3, "validation", None)
+    assert summary_line(result, tmp_path).startswith("not finite in the validation after step 3  ")
+    assert result_of(tmp_path / "record", result, 3)["nonfinite_step"] == 4  # in the records of grids: last step + 1
 
 
 def test_a_run_that_ends_early_says_why(make_config, tmp_path, caplog):

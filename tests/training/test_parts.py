@@ -16,8 +16,8 @@ from minitx.config.schema import Count, Share
 from minitx.nn import build_model
 from minitx.training.checkpoints import load_model, load_stored
 from minitx.training.objectives import build_objective
-from minitx.training.optimizers import Warmup
 from minitx.training.run import train
+from minitx.training.schedules import Warmup
 from minitx.training.trust import check_trusted, data_sets
 
 BUILT = []
@@ -51,7 +51,7 @@ PARTS = {
     "model": (net, "minitx.nn.build_model"),
     "objective": (Loss, "minitx.training.objectives.CrossEntropy"),
     "optimizer": (steps, "minitx.training.optimizers.sgd"),
-    "schedule": (falling, "minitx.training.optimizers.linear"),
+    "schedule": (falling, "minitx.training.schedules.linear"),
 }
 WRONG = [
     ("data", {"contextlen": 3}, "data.contextlen is not a key (did you mean data.context_len?)"),

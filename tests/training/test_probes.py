@@ -12,11 +12,11 @@ from minitx.data.datamodule import open_data
 from minitx.data.task import Task
 from minitx.interop import adopt_hf
 from minitx.training.checkpoints import load_model
+from minitx.training.json_lines import read_json_lines, read_probes
 from minitx.training.metrics_csv import read_metrics
 from minitx.training.net import Net
-from minitx.training.optimizers import constant
-from minitx.training.records import read_json_lines, read_probes
 from minitx.training.run import train
+from minitx.training.schedules import constant
 from tests.interop.families import build
 
 

@@ -11,7 +11,7 @@ from minitx.analysis import attention_statistics, zhai_entropy_bound
 from minitx.cli.compose import compose_config, compose_grid
 from minitx.config import node
 from minitx.nn import AttentionCall, build_model
-from minitx.training.records import read_probes
+from minitx.training.json_lines import read_probes
 from minitx.training.run import train
 
 pytestmark = pytest.mark.slow

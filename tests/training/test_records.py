@@ -5,7 +5,7 @@ import json
 import pytest
 
 from minitx.config import ConfigError
-from minitx.training.records import end_last_line, read_json_lines
+from minitx.training.json_lines import end_last_line, read_json_lines
 
 RECORDS = [{"step": 1, "text": "ä𝄞"}, {"step": 2, "text": "long enough"}]
 TEXT = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in RECORDS).encode()

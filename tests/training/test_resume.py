@@ -19,9 +19,10 @@ from minitx.config import ConfigError, Part, node, to_dict
 from minitx.training import StoppedError
 from minitx.training.checkpoint_files import CheckpointError
 from minitx.training.metrics_csv import read_metrics
-from minitx.training.optimizers import constant, sgd
-from minitx.training.resume import check_resumed
+from minitx.training.optimizers import sgd
+from minitx.training.resume_checks import check_resumed
 from minitx.training.run import train
+from minitx.training.schedules import constant
 
 
 class Before(L.Callback):

@@ -12,6 +12,7 @@ from minitx.config import node
 from minitx.training import optimizers
 from minitx.training.metrics_csv import read_metrics
 from minitx.training.run import train
+from minitx.training.schedules import constant
 
 
 def muon_of_torch(network):
@@ -68,7 +69,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped_with_any_optimizer(
     make_config, tmp_path, monkeypatch, name, precision
 ):
     monkeypatch.setattr("minitx.training.trainer.cpu_precision", str)  # as on a CPU with instructions for bfloat16
-    options = {"optimizer": NODES[name], "schedule": node(optimizers.constant), "trainer__precision": precision}
+    options = {"optimizer": NODES[name], "schedule": node(constant), "trainer__precision": precision}
     config = make_config(**options, trainer__max_steps=4, trainer__ckpt_every=100, trainer__val_batches=1)
     train(config, tmp_path / "whole")
     train(dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, max_steps=2)), tmp_path / "cut")
@@ -78,7 +79,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped_with_any_optimizer(
 
 def test_optimizer_state_follows_the_precision_of_a_resumed_run(make_config, tmp_path):
     """Only state that had another dtype than its parameter keeps it."""
-    options = {"optimizer": node(optimizers.adamw), "schedule": node(optimizers.constant), "trainer__ckpt_every": 100}
+    options = {"optimizer": node(optimizers.adamw), "schedule": node(constant), "trainer__ckpt_every": 100}
     train(make_config(**options, trainer__max_steps=1), tmp_path)
     train(make_config(**options, trainer__max_steps=2, trainer__precision="64-true", ckpt_path="last"), tmp_path)
     (state,) = last(tmp_path)["optimizer_states"]

@@ -10,8 +10,8 @@ from lightning.pytorch.loggers.logger import DummyLogger
 
 from minitx.config import ConfigError, StopAtConfig, TransformerConfig, node
 from minitx.nn import build_model
+from minitx.training.json_lines import read_json_lines
 from minitx.training.net import Net
-from minitx.training.records import read_json_lines
 from minitx.training.run import train
 from minitx.training.samples import Samples, SamplesOptions
 

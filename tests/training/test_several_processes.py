@@ -268,7 +268,7 @@ def over_a_jump(folder, devices):
     options = {"max_steps": 6, "val_every": 3, "ckpt_every": 100, "ckpt_minutes": 30, "log_every": 1, "rehearse": False}
     if devices > 1:
         options |= {"devices": devices, "strategy": "ddp_find_unused_parameters_true"}
-    progress = {"progress": {"_target_": "minitx.training.callbacks.progress"}}
+    progress = {"progress": {"_target_": "minitx.training.progress.progress"}}
     config = RunConfig(trainer=TrainerConfig(accelerator="cpu", **options), callbacks=progress)
     try:
         train_with(config, folder, jump, data=Task(name="mine", train=ROWS, val=ROWS[:6]), model=Pooled(), objective=total)

@@ -18,14 +18,14 @@ from minitx.config.part import find_target
 from minitx.config.training import StopAtConfig
 from minitx.nn.counting import train_flops
 from minitx.training import step_log
-from minitx.training.callbacks import StopAt
 from minitx.training.checkpoint_files import read_checkpoint
 from minitx.training.metrics_csv import read_metrics
 from minitx.training.module import Latch, TrainingModule
-from minitx.training.optimizers import constant
 from minitx.training.processes import sum_over_processes
 from minitx.training.run import train
+from minitx.training.schedules import constant
 from minitx.training.step_log import StepLog, batch_flops
+from minitx.training.stop_at import StopAt
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -309,7 +309,7 @@ RIGHT: dict[str, Own] = {
     "a batch norm": Own(VECTORS, Normed),
     "a batch norm with accumulation": Own(VECTORS, Normed, trainer={"accumulate": 2}),
     "a head that begins at 0": Own(VECTORS, lambda: Zero(3, 2)),
-    "a warm-up that is longer than the rehearsal": Own(VECTORS, more={"schedule": {"_target_": "minitx.training.optimizers.cosine", "warmup_steps": 3}}),
+    "a warm-up that is longer than the rehearsal": Own(VECTORS, more={"schedule": {"_target_": "minitx.training.schedules.cosine", "warmup_steps": 3}}),
     "a monitor that a callback of the user logs": Own(
         VECTORS,
         more={"callbacks": {"own": {"_target_": f"{__name__}.LogsAMetric"}, "stop": {"_target_": STOPPING, "monitor": "own"}}},

@@ -119,7 +119,7 @@ class CallFacts(NamedTuple):
     @staticmethod
     def of(call: AttentionCall) -> CallFacts:
         B, H, L, S = call.shape
-        transformed = bool(sdpa.transforms(call))
+        transformed = bool(call.transforms())
         adds = call.softcap is not None or call.sinks is not None
         sparse = call.mask is not None and call.mask.is_sparse
         if sparse:  # a window as long as the keys hides nothing
@@ -133,7 +133,7 @@ class CallFacts(NamedTuple):
         return self.num_scores >= start and not is_compiling() and chunked.why_not(self.call) is None
 
 
-# ``auto`` runs the backend of the first line whose condition holds. ``benchmarks/attention.py`` measures the sizes.
+# ``auto`` runs the backend of the first line whose condition holds, and torch's plain path if none does. ``benchmarks/attention.py`` measures the sizes.
 AUTO: tuple[tuple[Callable[[CallFacts], bool], Backend, str], ...] = (
     (lambda f: f.fused and not f.sparse, SDPA, "torch's fused kernel supports it"),
     (lambda f: f.transformed and sdpa.why_not(f.call) is None, SDPA, "only torch's kernels support torch.func"),
@@ -153,7 +153,6 @@ AUTO: tuple[tuple[Callable[[CallFacts], bool], Backend, str], ...] = (
         CHUNKED,
         "torch has no fused kernel; tiles beat its plain path",
     ),
-    (lambda f: True, SDPA, "torch's plain path is the fastest for a small matrix"),
 )
 
 
@@ -168,10 +167,10 @@ def choose(call: AttentionCall, backend: str) -> tuple[Backend, str]:
             raise ValueError(f"backend={backend!r} must be one of {', '.join(backend_names())}")
         return _REGISTRY[backend], ""
     facts = CallFacts.of(call)
-    for holds, chosen, reason in AUTO[:-1]:
+    for holds, chosen, reason in AUTO:
         if holds(facts):
             return chosen, reason
-    return AUTO[-1][1:]
+    return SDPA, "torch's plain path is the fastest for a small matrix"
 
 
 def attend(call: AttentionCall, backend: str = "auto", *, strict: bool = False) -> Tensor | tuple[Tensor, Tensor]:

@@ -26,11 +26,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minitx.nn.backends.sdpa import transforms
-from minitx.nn.bias import Bias, TensorBias, as_bias, builder_of, tensors_of, unknown_in
+from minitx.nn.bias import Bias, TensorBias, as_bias
 from minitx.nn.functional import AttentionCall, hide_unseen, reference_attention
 from minitx.nn.masks import Mask, simplify
 from minitx.nn.precision import full_precision
+from minitx.nn.rules import builder_of, tensors_of, unknown_in
 
 TILE = 2**19  # the scores of a tile over all heads: two megabytes fit into a CPU's cache
 LARGEST, SMALLEST = 256, 64  # the sides of a tile for one head, and for very many heads
@@ -325,7 +325,7 @@ def attend_by_tiles(call: AttentionCall) -> Tensor:
 
 def why_not(call: AttentionCall) -> str | None:
     """Return the reason why the call is not supported, or None: a transform around it, or a bias that may hide tensors."""
-    if transforms(call):
+    if call.transforms():
         return "it has no rules for torch.func and forward derivatives"
     fields = "attn_bias must be a frozen dataclass of tensors, numbers, strings and rules"
     return next((f"{fields}, got a {type(odd).__name__} in it" for odd in unknown_in(call.attn_bias)), None)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitx.nn.backends.sdpa import transforms
 from minitx.nn.bias import Bias, as_bias
 from minitx.nn.functional import AttentionCall, hide_unseen
 from minitx.nn.masks import Mask, simplify
@@ -107,7 +106,7 @@ def why_not(call: AttentionCall) -> str | None:
     query = call.query
     if lack := lacks(query.device.type, query.dtype, (query.shape[-1], call.value.shape[-1]), query.shape[0], call.dropout_p):
         return lack
-    return "a compiled kernel cannot be entered by torch.func or forward derivatives" if transforms(call) else None
+    return "a compiled kernel cannot be entered by torch.func or forward derivatives" if call.transforms() else None
 
 
 def lacks(device: str, dtype: torch.dtype, widths: tuple[int, int], num_rows: int, dropout_p: float) -> str | None:

@@ -36,15 +36,15 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from minitx.nn.bias import Bias, tensors_of
+from minitx.nn.bias import Bias
 from minitx.nn.functional import AttentionCall, reference_attention, visible_keys
 from minitx.nn.masks import Causal, simplify
 from minitx.nn.precision import full_precision
-from minitx.nn.tracing import can_look, transforms_around
+from minitx.nn.rules import tensors_of
+from minitx.nn.tracing import can_look
 
 
 class KernelMask(NamedTuple):
@@ -190,21 +190,9 @@ def why_not(call: AttentionCall) -> str | None:
         return "torch's kernels have no soft-cap"
     if call.sinks is not None:
         return "torch's kernels have no sinks"
-    around = transforms(call)
+    around = call.transforms()
     lacks = "Jvp" in around or around.count("Grad") > 1 or (around and _learns(call.attn_bias))
     return "torch's kernels have no forward derivatives, no second derivatives, and no derivative of a bias" if lacks else None
-
-
-def transforms(call: AttentionCall) -> list[str]:
-    """Return the transforms around a call: ``transforms_around``, and ``Jvp`` for dual tensors. The list is empty in a graph."""
-    if torch.compiler.is_compiling():
-        return []
-    names = transforms_around()
-    if forward_ad.unpack_dual(call.query).primal is call.query:  # no level of forward derivatives is open: else it is a view
-        return names
-    more = () if call.sinks is call.attn_bias is None else tensors_of((call.sinks, call.attn_bias))
-    inputs = (call.query, call.key, call.value, *more)
-    return [*names, "Jvp"] if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in inputs) else names
 
 
 def _learns(attn_bias: Tensor | Bias | None) -> bool:

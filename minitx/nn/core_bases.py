@@ -1,17 +1,19 @@
-"""The base of cores other than ``DotProductAttention``."""
+"""The bases of cores other than ``DotProductAttention``: without a softmax over keys, and under attention that is not ours."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from minitx.nn.bias import MASKS_PAGE
 from minitx.nn.functional import AttentionCall
 from minitx.nn.masks import Causal, Mask, Padding
 from minitx.nn.precision import full_precision
+from minitx.nn.rules import MASKS_PAGE
+from minitx.nn.scale import scale_multiplier
 
 
 class EfficientAttention(nn.Module):
@@ -65,3 +67,34 @@ class EfficientAttention(nn.Module):
                     f"queries, so it can hide a key from all queries (Padding), but not from some of them ({MASKS_PAGE})"
                 )
         return causal, key_mask
+
+
+class OtherScale:
+    """The base class of cores under attention that is not ours (``minitx.interop.adopt_hf``). Its scale can be changed.
+
+    Attributes:
+        scale: None for the scale of the model, or the arguments of ``set_scale``.
+        folds: the weights that ``fold_scale`` has multiplied, as ``minitx.nn.folding.Fold``.
+    """
+
+    scale: tuple[str | float, float] | None
+    folds: list[Any]
+
+    def set_scale(self, to: str | float, factor: float) -> None:
+        """Replace the model's own scale by ``factor`` times a fixed scale. ``own`` restores it."""
+        if to != "own":
+            scale_multiplier(to, 1)  # raises if the scale is not a fixed number
+        self.scale = None if to == "own" else (to, factor)
+
+    def fold(
+        self, model: nn.Module, layers: Mapping[str, Any], to: str | float, factor: float, inputs: Mapping[str, Any] | None
+    ) -> None:
+        """Change the scale of all ``layers`` of ``model`` with such a core, and compensate in their weights (``fold_scale``).
+
+        Args:
+            inputs: the arguments of a call of the model, or None.
+
+        Raises:
+            ValueError: the weights cannot compensate. The model is then unchanged.
+        """
+        raise NotImplementedError

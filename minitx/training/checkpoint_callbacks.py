@@ -1,22 +1,20 @@
-"""Callbacks of a run: progress, checkpoints, averages, and stopping by a signal or a metric. ``step_log`` logs ``metrics.csv``."""
+"""Callbacks that write checkpoints, and their weights: the last and the best checkpoint, signals, and averages."""
 
 from __future__ import annotations
 
 import logging
 import math
 import signal
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import lightning.pytorch as L
 import torch
-from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint, TQDMProgressBar, WeightAveraging
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint, WeightAveraging
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -25,55 +23,9 @@ from minitx.config import ConfigError, TrainerConfig
 from minitx.training import StoppedError, stop_signals
 from minitx.training.module import TrainingModule
 from minitx.training.processes import largest_of_all
-from minitx.training.step_log import StepCallback, StepLog, step_means
-from minitx.training.window import Window
+from minitx.training.step_log import StepCallback
 
 log = logging.getLogger(__name__)
-
-
-class StopAt(StepCallback):
-    """End the run when a training metric reaches a value. The run is then validated and saved like any finished run.
-
-    The metric is read at every step, even between log points. On an accelerator, this waits for the device.
-
-    Args:
-        metric: ``train_accuracy`` (must rise to ``value``) or ``train_loss`` (must fall to ``value``).
-        value: the target for the mean of the metric over the last ``window`` steps.
-        window: the number of steps to average. The run does not end before step ``window``.
-        extra_steps: number of further steps after the value is reached.
-
-    Attributes:
-        reached: the step at which the value was reached, or None.
-
-    Raises:
-        ConfigError: ``metric`` is another word; or in training, the objective does not count correct answers for
-            ``train_accuracy``.
-    """
-
-    def __init__(self, metric: str, value: float, window: int = 1, extra_steps: int = 0) -> None:
-        self.window, self.extra_steps = Window(metric, value, window, "trainer.stop_at"), extra_steps
-        self.reached: int | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"reached": self.reached, "last": self.window.last}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.reached, self.window.last = state_dict["reached"], list(state_dict["last"])
-
-    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self._stop_if_over(trainer)  # the checkpoint may come from a run that StopAt ended here
-
-    def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
-        rule = self.window
-        mean = rule.add(step_means(trainer, module))
-        if self.reached is None and rule.reaches(mean):
-            self.reached = step
-            log.info("%s reached %g at step %d (mean of %d steps: %g)", rule.metric, rule.value, step, rule.window, mean)
-        self._stop_if_over(trainer)
-
-    def _stop_if_over(self, trainer: L.Trainer) -> None:
-        if self.reached is not None and trainer.global_step >= self.reached + self.extra_steps:
-            trainer.should_stop = True
 
 
 def check_whole_weights(callbacks: Mapping[str, L.Callback], *, is_sharded: bool) -> None:
@@ -129,62 +81,6 @@ class Averages(L.Callback):
 
 def _averaging(callbacks: Sequence[L.Callback]) -> list[WeightAveraging]:
     return [callback for callback in callbacks if isinstance(callback, WeightAveraging)]
-
-
-# --- progress
-
-
-class PlainProgress(StepCallback):
-    """Print a line every five seconds if the output is not a terminal: step, loss, speed and remaining time."""
-
-    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self.started = self.last = time.perf_counter()
-        self.first_step = trainer.global_step
-
-    def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
-        now = time.perf_counter()
-        figures = figures_of(trainer)
-        steps = trainer.estimated_stepping_batches
-        if figures and trainer.is_global_zero and (now - self.last >= 5.0 or step == steps):
-            self.last = now
-            rate = (step - self.first_step) / max(now - self.started, 1e-9)
-            text = "  ".join(f"{name} {value}" for name, value in figures.items())
-            left = timedelta(seconds=round((steps - step) / rate)) if step <= steps < math.inf else "unknown time"
-            log.info("step %d/%s  %s  %.1f steps/s  %s left", step, steps, text, rate, left)
-
-    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        metrics = trainer.callback_metrics
-        names = {"val_loss": "loss", "val_accuracy": "accuracy"}
-        figures = {word: f"{float(metrics[name]):.4f}" for name, word in names.items() if name in metrics}
-        text = "  ".join(f"{name} {value}" for name, value in (figures or figures_of(trainer)).items())
-        if text and trainer.is_global_zero and not trainer.sanity_checking:
-            log.info("step %d/%s  validation %s", trainer.global_step, trainer.estimated_stepping_batches, text)
-
-
-class BarProgress(TQDMProgressBar):
-    """Lightning's progress bar, showing the result of ``figures_of``."""
-
-    def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
-        return figures_of(trainer)
-
-    def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        super().on_train_epoch_start(trainer)
-        self.train_progress_bar.initial = trainer.fit_loop.batch_idx + 1  # the rate of a resumed run counts from here
-
-
-def figures_of(trainer: L.Trainer) -> dict[str, str]:
-    """Return the loss and the tokens (or rows) per second in the last row of ``metrics.csv``, without waiting for the device."""
-    step_log = next(callback for callback in trainer.callbacks if isinstance(callback, StepLog))  # type: ignore[attr-defined]
-    row = step_log.row
-    return {"loss": f"{row['train_loss']:.4f}", f"{step_log.unit}/s": f"{row['tokens_per_second']:.0f}"} if row else {}
-
-
-def progress() -> L.Callback:
-    """Return a progress bar for a terminal, and plain lines for other outputs."""
-    return BarProgress(refresh_rate=10) if sys.stderr.isatty() else PlainProgress()
-
-
-# --- checkpoints
 
 
 class LastCheckpoint(StepCallback, Checkpoint):
@@ -297,6 +193,8 @@ def early_end(trainer: L.Trainer) -> list[str]:
     """Return why a run ended before ``trainer.max_steps``, in a line for each reason; [] if it did not."""
     if trainer.global_step >= trainer.max_steps:
         return []
+    from minitx.training.stop_at import StopAt
+
     at = f"the run ended at step {trainer.global_step} of {trainer.max_steps}"
     stops: list[Any] = [each for each in trainer.callbacks if isinstance(each, EarlyStopping)]  # type: ignore[attr-defined]
     reasons = [

@@ -8,7 +8,7 @@ from torch.nn.utils import parametrizations
 
 from minitx.config import TransformerConfig, node
 from minitx.nn import DecoderLM, ScoreScale, fold_scale, set_scale
-from minitx.nn.changes import changes_of, hooked_modules
+from minitx.nn.config_differences import changes_of, hooked_modules
 from minitx.nn.efficient import LinearAttention
 from minitx.nn.models import build_model
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from minitx.config.transformer import TransformerConfig
+from minitx.nn.core_bases import OtherScale
 from minitx.nn.models import TransformerModel, build_model
-from minitx.nn.scale import OtherScale
 
 # names of parts and settings that do not change what a trained model computes (cores are compared by their parts)
 TRAINING_ONLY = ("training", "dropout", "p", "inplace", "backend", "strict")
