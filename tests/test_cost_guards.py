@@ -295,7 +295,8 @@ def test_the_pause_for_imports_leaves_the_collector_as_it_was(monkeypatch, is_en
             gc.disable()
         with importing():
             assert gc.isenabled() == is_enabled
-        assert (gc.isenabled(), gc.get_freeze_count()) == (is_enabled, frozen)
+        assert gc.isenabled() == is_enabled
+        assert gc.get_freeze_count() <= frozen  # fewer if the process lets go of a frozen object meanwhile
         with importing("lightning"):
             assert not gc.isenabled()
         assert gc.isenabled() == is_enabled
