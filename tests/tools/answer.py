@@ -298,7 +298,7 @@ def main_ratios(found: dict[str, dict[str, Any]]) -> tuple[Ratio, Ratio, float, 
     return plain, norm, min(others), max(others)
 
 
-def sentences_of_changes(found: dict[str, dict[str, Any]]) -> list[str]:
+def sentences_of_changes(found: dict[str, dict[str, Any]], recall: dict[str, dict[str, Any]]) -> list[str]:
     """What ``docs/changes.md`` says in sentences."""
     plain, norm, low, high = main_ratios(found)
     against = [1 / found[change]["plain"][0].median for change in found if change != "plain"]
@@ -308,11 +308,16 @@ def sentences_of_changes(found: dict[str, dict[str, Any]]) -> list[str]:
         for change in ("qk_clip", "plain")
     )
     same = sum(ends == unclipped[seed] for seed, ends in clipped.items())
+    plain_recall, norm_recall, low_recall, high_recall = main_ratios(recall)
+    rate, word = recall["qk_norm"]["plain"]
     (acts, with_it), (acts_without, without), (in_time, collapses) = clips("own"), clips("unscaled"), clips("unscaled", False)
     assert acts == 0
     return [
         f"smaller by a factor of {plain:.2f} ({plain:range}) in the plain model, {norm:.2f} ({norm:range}) with QK-norm, "
         f"and {low:.2f} to {high:.2f} with the other eleven changes",
+        f"{plain_recall:.2f} ({plain_recall:range}) in the plain model, {norm_recall:.2f} ({norm_recall:range}) with QK-norm, "
+        f"and {low_recall:.2f} to {high_recall:.2f} with the seven others",
+        f"{1 / rate.median:.2f} times the plain model's ({1 / rate.high:.2f}–{1 / rate.low:.2f}), {word}",
         f"between {min(against):.2f} and {max(against):.2f} times the plain model's",
         f"in none of {with_it} runs with the scale and in {acts_without} of {without} without it",
         f"In {collapses - in_time} of {collapses} collapses no score exceeds the limit before the loss has risen by 0.3 nats",
@@ -336,17 +341,16 @@ def clips(arm: str, stable: bool | None = None) -> tuple[int, int]:
     return sum(run["loss"] != plain["loss"] for run, plain in both), len(both)
 
 
-def rows_of_changes(found: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """The numbers in the rows of the table in ``docs/changes.md``, by the name of the change."""
+def rows_of_changes(found: dict[str, dict[str, Any]], recall: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """The numbers in the rows of the table in ``docs/changes.md``, by the name of the change; ``recall``: those of models of recall."""
     rows = {}
     for change in filter(found.__contains__, CHANGES):
-        of = found[change]
-        (ratio, word), (plain, against) = of["ratio"], of["plain"]
-        cells = [f"{of['with'].median * 1e3:.2f}", f"{of['without'].median * 1e3:.2f}", f"{ratio:.2f} ({ratio:range}) {word}"]
-        cells.append(
-            f"{1 / plain.median:.2f} ({1 / plain.high:.2f}–{1 / plain.low:.2f}) {against}" if change != "plain" else "–"
-        )
-        rows[CHANGES[change]] = f"| {' | '.join(cells)} |"
+        of, (plain, against) = found[change], found[change]["plain"]
+        cells = [f"{of[side].median * 1e3:.2f}" for side in ("with", "without")]
+        verdicts = [ratios[change]["ratio"] if change in ratios else None for ratios in (found, recall)]
+        cells += [f"{one[0]:.2f} ({one[0]:range}) {one[1]}" if one else "–" for one in verdicts]
+        times = f"{1 / plain.median:.2f} ({1 / plain.high:.2f}–{1 / plain.low:.2f}) {against}"
+        rows[CHANGES[change]] = f"| {' | '.join([*cells, times if change != 'plain' else '–'])} |"
     return rows
 
 
