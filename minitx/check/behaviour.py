@@ -65,7 +65,7 @@ def sizes(exam: Examination) -> None:
     for length in dict.fromkeys([1, 2, *drawn]):
         exam.attempt("sizes/lengths", partial(_length, exam, length=length, refused=refused))
     if refused:
-        words = {"lengths": ", ".join(map(str, sorted(refused))), "error": next(iter(refused.values()))}
+        words: dict[str, Any] = {"lengths": ", ".join(map(str, sorted(refused))), "error": next(iter(refused.values()))}
         if limit is None:
             exam.describe("rows of {lengths} tokens are refused".format(**words))
         else:

@@ -269,6 +269,9 @@ class _Verdicts:
             yield from self._weights()
         yield from self._of_the_mask()
         yield from self._few_axes()
+        for case, why in self.trial.not_tried.items():
+            if case.rows > SIMPLE.rows and not case.mask and str(why).startswith("it raises"):
+                yield finding("refuses-{case}", case=case.id, name=case.name, error=why), {case.id}
         mask, changed = self.trial.way.mask, {name: o.case.id for o in [*self.outcomes.values()][::-1] for name in o.changed}
         if changed.keys() - {mask}:
             yield finding("changes-its-arguments"), {SIMPLE.id}

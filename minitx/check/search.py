@@ -363,7 +363,9 @@ def _determined(trial: Trial, outcome: Outcome) -> Outcome:
     case, width = outcome.case, outcome.inputs.value.shape[-1]
     if case.keys <= width:
         return outcome
-    return trial.outcome(replace(case, rows=width, keys=width) if trial.subject.is_layer else replace(case, value_width=case.keys))
+    return trial.outcome(
+        replace(case, rows=width, keys=width) if trial.subject.is_layer else replace(case, value_width=case.keys)
+    )
 
 
 def _weights(outcome: Outcome) -> Tensor | None:

@@ -188,7 +188,9 @@ class _Comparison:
             once, again = (_answer(called, self.tokens) for _ in range(2))
             if not (gap := compare(again, once, 0.0)).is_rounding:
                 advice = "In evaluation, F.dropout needs training=self.training, and attention dropout_p=0."
-                self.find("random", f"two calls of the {word} with the same inputs differ", self.size(gap, again - once), advice)
+                self.find(
+                    "random", f"two calls of the {word} with the same inputs differ", self.size(gap, again - once), advice
+                )
                 self.checks.append(Check("outputs", Status.NOT_TRIED, f"the {word} is random"))
                 return
         self.check("outputs", self.gap(current))

@@ -213,19 +213,7 @@ def _positions(exam: Examination, id: str) -> None:
     exam.demand(not exam.gap(moved, base).is_rounding, "position-ids-ignored")
     gap = exam.gap(shifted, base)
     exam.demand(gap.is_rounding or "relative" not in exam.expect, "positions-not-relative", gap)
-    exam.describe(f"positions are {'relative' if gap.is_rounding else 'absolute'}{_count_of_padding(exam, places)}")
-
-
-def _count_of_padding(exam: Examination, places: Tensor) -> str:
-    """Return the end of a sentence: whether padding on the left counts if ``position_ids`` are not passed."""
-    stream = exam.called.stream
-    if stream.form is None:
-        return ""
-    keep = keep_mask(places, slice(3))
-    positions = [{}, {"position_ids": places}, exam.called.counted(keep)]
-    plain, with_padding, without = (exam.called.answer(exam.inputs, {stream.name: keep}, **given) for given in positions)
-    is_counted = torch.equal(plain[1], with_padding[1]) and not torch.equal(plain[1], without[1])
-    return " and count padding on the left" if is_counted else ""
+    exam.describe(f"positions are {'relative' if gap.is_rounding else 'absolute'}")
 
 
 # --- padding
@@ -239,7 +227,10 @@ def padding(exam: Examination) -> None:
         if stream.form is None:
             exam.skip(checks.prefix, stream.why_unmasked)
             continue
-        is_stated, is_padding = (exam.called.call is not None or "attention_mask" in str(stream.mask)), "pad" in str(stream.mask)
+        is_stated, is_padding = (
+            (exam.called.call is not None or "attention_mask" in str(stream.mask)),
+            "pad" in str(stream.mask),
+        )
         if stream.name in exam.turned and is_stated:
             exam.failed(f"{checks.prefix}/meaning", "{source}mask-inverted", **checks.words)
         elif stream.name in exam.turned:

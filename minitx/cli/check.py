@@ -144,7 +144,9 @@ def _code_report(subject: Any, config: CheckConfig, adapter: Any) -> Report:
     if is_model:
         keys = [key for key in ("strict", "stage", "mask") if getattr(config, key) not in (None, False)]
         declared = "; an adapter declares the mask of a model: call=" * ("mask" in keys)
-        require(not keys, f"{'='.join([*keys[:1], ''])} is for functions and layers, but {type(made).__name__} is a model{declared}")
+        require(
+            not keys, f"{'='.join([*keys[:1], ''])} is for functions and layers, but {type(made).__name__} is a model{declared}"
+        )
         return _model_report(made, config, adapter)
     with refusing(f"{config.target}: ", (ValueError, TypeError)):
         require(config.only is None and config.expect is None, f"only and expect are for models{_advice_for_models(subject)}")

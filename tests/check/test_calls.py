@@ -72,7 +72,9 @@ class GatedValues(Grouped):
 @pytest.mark.parametrize("is_before", [True, False])
 def test_a_layer_with_a_gate_is_checked_as_a_model_and_the_first_lines_say_that_the_definition_is_not(is_before):
     report = check_attention(GatedValues(is_before))
-    assert report.exit_code == 0 and {"causality", "rows"} <= {check.id.partition("/")[0] for check in report.checks}, str(report)
+    assert report.exit_code == 0 and {"causality", "rows"} <= {check.id.partition("/")[0] for check in report.checks}, str(
+        report
+    )
     assert report.taken_as.endswith("; not compared with the definition")
     definition = by_id(report)["definition"]
     assert definition.status == Status.NOT_TRIED and "no way to call it was found" in definition.reason, str(report)
@@ -482,6 +484,16 @@ def test_a_function_with_a_step_of_its_own_is_described(name, word):
     )
     assert word in report.findings[0].fault and report.exit_code == 0
     assert {check.status for check in report.with_status(Status.FAILED)} == set()
+
+
+def test_a_function_that_refuses_long_rows_says_so_in_the_first_lines():
+    def attention(q, k, v):
+        assert q.shape[-2] <= 64, "too long"
+        return right_textbook(q, k, v)
+
+    report = check_attention(attention)
+    assert [(f.id, f.severity) for f in report.findings] == [("refuses-65-queries-130-keys", Severity.FRAGILE)], str(report)
+    assert "too long" in report.findings[0].witness and report.exit_code == 0
 
 
 def test_the_sums_of_weights_are_judged_where_the_definition_is_not():

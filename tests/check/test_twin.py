@@ -131,7 +131,9 @@ def test_a_causal_mask_off_by_one_is_named_if_the_softmax_is_written_by_hand():
 def test_a_model_that_is_random_in_evaluation_is_named_so(word):
     noisy = model(("x = self.table(ids)", "x = nn.functional.dropout(self.table(ids), 0.1)"))
     report = twin(*((noisy, model()) if word == "port" else (model(), noisy)))
-    assert [finding.id for finding in report.findings] == ["random"] and f"calls of the {word} " in report.findings[0].fault, report
+    assert [finding.id for finding in report.findings] == ["random"] and f"calls of the {word} " in report.findings[0].fault, (
+        report
+    )
 
 
 def test_two_mistakes_are_both_named():
