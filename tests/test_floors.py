@@ -234,6 +234,7 @@ PRIVATE = {
     "transformers": {
         *{("interop.adopt", "_attn_implementation"), ("interop.adopted_core", "_attn_implementation")},
         ("interop.call_tracker", "_gradient_checkpointing_func"),
+        ("check.incremental", "_can_compile_fullgraph"),
     },
     "others": {
         *{("data.documents", "_fingerprint"), ("canvas", "_repr_png_"), ("nn.transfer", "_fields")},
