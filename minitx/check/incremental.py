@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -31,7 +32,6 @@ def cache(exam: Examination) -> None:
     need(not (called.prepended or learned_prompt), "each call adds the virtual tokens again, with or without a cache")
     need(exam.is_causal, "the model is bidirectional")
     L = called.stream.length
-    need(L > 2 * BACK, "rows have too few tokens to be cut into pieces")
     random_cuts = sorted((torch.randperm(L - 1, generator=called.generator)[:3] + 1).tolist())
     pieces = _Pieces(exam)
     plain = {"token-by-token": range(1, L), "prefill-then-tokens": range(L // 2, L), "pieces": random_cuts}
@@ -40,6 +40,9 @@ def cache(exam: Examination) -> None:
     exam.attempt("cache/cut-back", partial(pieces.compare, cuts=[L // 3, L - 2], what=f" that is cut back by {BACK} tokens"))
     exam.attempt("cache/long", partial(pieces.compare, cuts=[], what=" and a long row"))
     exam.attempt("cache/left-padding", partial(pieces.padded, cuts=[L // 2, L // 2 + 1, L - 3]))
+    static = getattr(sys.modules.get("transformers"), "StaticCache", None)
+    if static is not None and called.cache == "past_key_values" and called.config is not None:
+        exam.attempt("cache/static", partial(pieces.static, kind=static, cuts=[L // 2, L // 2 + 1]))
 
 
 class _Pieces:
@@ -49,13 +52,14 @@ class _Pieces:
         self.exam, self.called = exam, exam.called
         self.make = getattr(exam.called.model, "make_cache", None)
 
-    def run(self, cuts: Sequence[int], row: Any = None, keep: Tensor | None = None, back: int = 0, **extra: Any) -> Tensor:
+    def run(
+        self, cuts: Sequence[int], row: Any = None, keep: Tensor | None = None, cache: Any = None, back: int = 0, **extra: Any
+    ) -> Tensor:
         """Return the outputs of all pieces, joined. After the second piece, ``back`` tokens are removed and fed again."""
         called, inputs = self.called, row or self.exam.inputs
         stream, tokens = called.stream, inputs[called.stream.name]
         B, L = tokens.shape[:2]
-        cache: Any = None
-        if self.make is not None:
+        if cache is None and self.make is not None:
             count = len(inspect.signature(self.make).parameters)
             cache = self.make(*(B, L)[2 - count :])
         outputs, start = list[Tensor](), 0
@@ -126,3 +130,15 @@ class _Pieces:
             extra, expected = {}, called.answer(exam.inputs, {stream.name: keep})
         output = self.run(cuts, keep=keep, **extra)
         self._judge(id, exam.gap(output, expected, keep), cuts, " and padding on the left")
+
+    def static(self, id: str, kind: Any, cuts: Sequence[int]) -> None:
+        """Compare pieces with one call, with the static cache of transformers."""
+        exam, called = self.exam, self.called
+        is_supported = getattr(called.model, "_can_compile_fullgraph", True) is not False
+        need(is_supported, "a cache of fixed size is not supported by the model")
+        need(len(called.streams) == 1, "a cache of fixed size is not tried with encoder–decoders")
+        try:
+            output = self.run(cuts, cache=kind(config=called.config, max_cache_len=called.stream.length + 3))
+        except Exception as error:  # some architectures do not support it
+            raise NotTriedError(f"it raises {fault_text(error)}") from error
+        self._judge(id, exam.gap(output, exam.base), cuts, " of fixed size")
