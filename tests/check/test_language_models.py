@@ -253,6 +253,13 @@ def test_an_error_of_the_check_itself_is_no_finding_and_one_of_the_model_is(monk
     assert [finding.id for finding in report.findings] == ["raises-causality-prefix"], str(report)
 
 
+def test_rows_that_are_too_short_for_pieces_are_no_fault_of_the_cache():
+    shape = TransformerConfig(vocab_size=23, embed_dim=8, num_heads=2, num_layers=1, max_len=6)
+    report = check_model(DecoderLM(shape), only="cache")
+    (check,) = [check for check in report.checks if check.id == "cache"]
+    assert check.status == Status.NOT_TRIED and "too few tokens" in check.reason, str(report)
+
+
 def test_a_token_that_sees_no_other_is_told_once():
     report = check_model(Bare(lambda x: x), only=["causality", "reach"])
     assert [finding.id for finding in report.findings] == ["sees-no-other"] and "window" not in report.taken_as, str(report)
