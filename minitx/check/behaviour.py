@@ -61,8 +61,15 @@ def sizes(exam: Examination) -> None:
     need(called.streams, "it reads no tokens")
     limit = called.limit
     drawn = torch.randint(1, min(limit or 40, 40) + 1, (4,), generator=called.generator).tolist()
+    refused = dict[int, str]()
     for length in dict.fromkeys([1, 2, *drawn]):
-        exam.attempt("sizes/lengths", partial(_length, exam, length=length))
+        exam.attempt("sizes/lengths", partial(_length, exam, length=length, refused=refused))
+    if refused:
+        words: dict[str, Any] = {"lengths": ", ".join(map(str, sorted(refused))), "error": next(iter(refused.values()))}
+        if limit is None:
+            exam.describe("rows of {lengths} tokens are refused".format(**words))
+        else:
+            exam.failed("sizes/refused", "refuses-lengths", limit=limit, **words)
     if limit is not None and limit <= 2048:
         exam.attempt("sizes/limit", partial(_limit, exam, limit=limit))
     if called.stream.width is None:
@@ -77,11 +84,12 @@ def _tried(exam: Examination, inputs: dict[str, Tensor]) -> tuple[Tensor, Except
         return torch.empty(0), error
 
 
-def _length(exam: Examination, id: str, length: int) -> None:
+def _length(exam: Examination, id: str, length: int, refused: dict[int, str]) -> None:
     output, error = _tried(exam, exam.called.draw(2, {exam.called.stream.name: length}))
     words: dict[str, Any] = {"length": length, "s": "s" * (length > 1), "shape": tuple(output.shape)}
     if error is not None and is_refusal(error):
-        exam.skip(f"sizes/length-{length}", f"it raises {fault_text(error)}")
+        refused[length] = fault_text(error)
+        exam.skip(f"sizes/length-{length}", f"it raises {refused[length]}")
         return
     exam.demand(error is None, "crashes-at-a-length", error=error and fault_text(error), **words)
     exam.demand(output.isfinite().all(), "nan-at-a-length", **words)

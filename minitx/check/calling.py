@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -215,6 +216,14 @@ def fault_text(error: Exception) -> str:
 def is_refusal(error: Exception) -> bool:
     """Return whether an error reports an unsupported call. Such an error is not a fault."""
     return isinstance(error, ValueError | NotImplementedError | TypeError | AssertionError)
+
+
+def is_own(error: Exception) -> bool:
+    """Return whether this package raised an error in its own code, and not in a call of the subject or in its backward pass."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names = [str(frame.f_globals.get("__name__")) for frame in frames]
+    is_inside = all(name.startswith((f"{__package__}.", "torch")) and name != "torch.autograd" for name in names)
+    return is_inside and all(frame.f_code is not invoke.__code__ for frame in frames)
 
 
 @dataclass(frozen=True)

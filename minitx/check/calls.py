@@ -35,6 +35,8 @@ EXERCISE_STAGES = (1, 2, 3, 4, 5)
 
 BLIND_GRADIENT = "gradients-where-a-query-sees-nothing"
 
+SUMS = "sums-of-weights"
+
 Placed = tuple[Finding, set[str]]
 """A finding, and the ids of the checks that show it."""
 
@@ -104,7 +106,8 @@ def check_attention(
         mixes = all(found.id != "sees-no-other" for found in as_model.findings)
         if as_model.called_as and mixes:
             reason = ": ".join(filter(None, (f"as attention, {report.findings[0].fault}", report.findings[0].witness)))
-            report = replace(as_model, checks=(*as_model.checks, Check("definition", NOT_TRIED, reason)))
+            taken_as = f"{as_model.taken_as}; not compared with the definition"
+            report = replace(as_model, checks=(*as_model.checks, Check("definition", NOT_TRIED, reason)), taken_as=taken_as)
     if call is not None and not report.called_as:
         raise ValueError(f"call={call.__name__} does not call {name}: {report.findings[0].witness or report.findings[0].fault}")
     return report
@@ -202,6 +205,17 @@ class _Verdicts:
         yield check
         if case is BLIND_MOVED:
             yield self._blind_gradient()
+        if case is SIMPLE and self.beyond:
+            yield self._sums()
+
+    def _sums(self) -> Check:
+        """The check of the sums of the weights, which judges where the definition does not. A sink makes them less than 1."""
+        totals, other = search.sums(self.trial)
+        if totals is None:
+            return Check(SUMS, NOT_TRIED, "the sums of the weights are unknown")
+        text = f"they add up to {totals.min():.2g} to {totals.max():.2g}" + f", and to 1 over {other}" * bool(other)
+        is_one, is_less = are_close(totals, torch.ones_like(totals).double()), totals.max() < 1 and not other
+        return Check(SUMS, PASSED if is_one or is_less else FAILED, text, (totals - 1).abs().max().item())
 
     def _check(self, case: Case) -> Check:
         outcome = self.outcomes.get(case)
@@ -255,6 +269,9 @@ class _Verdicts:
             yield from self._weights()
         yield from self._of_the_mask()
         yield from self._few_axes()
+        for case, why in self.trial.not_tried.items():
+            if case.rows > SIMPLE.rows and not case.mask and str(why).startswith("it raises"):
+                yield finding("refuses-{case}", case=case.id, name=case.name, error=why), {case.id}
         mask, changed = self.trial.way.mask, {name: o.case.id for o in [*self.outcomes.values()][::-1] for name in o.changed}
         if changed.keys() - {mask}:
             yield finding("changes-its-arguments"), {SIMPLE.id}
@@ -304,6 +321,8 @@ class _Verdicts:
                 return
         if outputs and self.beyond:
             yield finding("more-than-the-definition", beyond=self.beyond), set()
+            if (check := self._sums()).status == FAILED:
+                yield finding(SUMS, WRONG if " over " in check.reason else FRAGILE, sums=check.reason), {SUMS}
         elif outputs:
             is_mild = all(outcome.case.is_extreme for outcome, _ in outputs)
             sizes = [(outcome.case.name, self._difference(outcome)) for outcome, _ in outputs]
@@ -323,7 +342,8 @@ class _Verdicts:
         form, name = self.trial.way.form, self.trial.way.mask or ""
         is_padding = "padding" in name
         if form is not None and self.meaning is None and form.added is None and form.hides != is_padding:
-            yield finding("padding-mask-keeps" if is_padding else "mask-hides", mask=name), {"mask-hides"}
+            advice = "Set mask=keep or mask=hide to choose."
+            yield finding("padding-mask-keeps" if is_padding else "mask-hides", mask=name, advice=advice), {"mask-hides"}
         if not self.trial.is_masked:
             yield finding("mask-not-accepted", mask=name), {case.id for case in CASES if case.mask}
 

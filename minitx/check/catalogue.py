@@ -162,6 +162,9 @@ def rotary(pair: Pair) -> Iterator[Change]:
 
 def visible(pair: Pair) -> Iterator[Change]:
     """The keys that the port sees."""
+    low = {
+        ours.number: theirs.scores.min() for ours, theirs in pair.sites
+    }  # a query that sees nothing shows how keys are hidden
     both = {ours.number: [(site.scores > LOW).flatten(0, -3).any(0) for site in (theirs, ours)] for ours, theirs in pair.sites}
     seen = {number: sides for number, sides in both.items() if not torch.equal(*sides)}
 
@@ -169,7 +172,10 @@ def visible(pair: Pair) -> Iterator[Change]:
         if site.number not in seen:
             return x
         fit = _fit(site.raw[x > LOW], x[x > LOW])
-        return x.where(x > LOW, _capped(site.raw, *fit) if fit else site.whole).where(seen[site.number][0], -torch.inf)
+        shift = (x - site.whole).where(x > LOW, torch.nan).nanmean(-1, keepdim=True).nan_to_num()  # by hand: less the maximum
+        return x.where(x > LOW, _capped(site.raw, *fit) if fit else site.whole + shift).where(
+            seen[site.number][0], low[site.number]
+        )
 
     if seen:
         words = map(_reach, next(iter(seen.values())))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minitx.check.called_model import CalledModel, Stream, draws_by_itself, keep_mask
-from minitx.check.calling import NotTriedError, fault_text, is_refusal
+from minitx.check.calling import NotTriedError, fault_text, is_own, is_refusal
 from minitx.check.findings import finding
 from minitx.check.properties import FACTOR, Gap, compare, rounding, unit
 from minitx.check.results import FAILED, FRAGILE, NOT_TRIED, NOTE, PASSED, WRONG, Check, Finding, Severity, Status
@@ -259,6 +259,7 @@ class Examination:
         seen, (word, reason) = self.influence > self.allowed, self.intention
         later = int(seen.triu(1).sum())
         blind = [(i, j) for i, j in (~seen).nonzero().tolist() if j < i or (j > i and not self.is_causal)]
+        blind *= int(seen.sum() > seen.diagonal().sum())  # if it sees no other token at all, ``reach`` says so
         if not word and later:
             pairs = f"{later} pair{'s' * (later > 1)} of a token and a later token that it sees"
             word, reason = "bidirectional", f"{pairs}; expect=causal judges it"
@@ -344,7 +345,7 @@ class Examination:
             raise FailedError(key, gap, words)
 
     def attempt(self, id: str, check: Callable[[str], Any]) -> None:
-        """Run one check. It passes if it records nothing and raises nothing. An error about an unsupported call is not a fault."""
+        """Run one check. It passes if it records nothing and raises nothing. A refusal, or an error of the check itself, is not a fault."""
         count = len(self.checks)
         try:
             check(id)
@@ -358,8 +359,8 @@ class Examination:
             key, gap, words = failure.args
             self.failed(id, key, gap, **words)
         except Exception as error:
-            if is_refusal(error):
-                self.skip(id, f"it raises {fault_text(error)}")
+            if is_own(error) or is_refusal(error):
+                self.skip(id, f"{'the check itself' if is_own(error) else 'it'} raises {fault_text(error)}")
                 return
             name = id.replace("-", " ").replace("/", ", ")
             self.failed(id, "raises-{part}", part=id.replace("/", "-"), name=name, error=fault_text(error))

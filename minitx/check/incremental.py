@@ -32,6 +32,7 @@ def cache(exam: Examination) -> None:
     need(not (called.prepended or learned_prompt), "each call adds the virtual tokens again, with or without a cache")
     need(exam.is_causal, "the model is bidirectional")
     L = called.stream.length
+    need(L > 2 * BACK, "rows have too few tokens to be cut into pieces")
     random_cuts = sorted((torch.randperm(L - 1, generator=called.generator)[:3] + 1).tolist())
     pieces = _Pieces(exam)
     plain = {"token-by-token": range(1, L), "prefill-then-tokens": range(L // 2, L), "pieces": random_cuts}

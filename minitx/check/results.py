@@ -130,8 +130,9 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """Return 1 if something is wrong, 2 if no way to call the subject was found, else 0."""
-        return 1 if not self.is_right else 0 if self.called_as else 2
+        """Return 1 if something is wrong, 2 if nothing was tried but calls, else 0."""
+        is_tried = any(check.status != NOT_TRIED and not check.id.startswith("call/") for check in self.checks)
+        return 1 if not self.is_right else 0 if is_tried and self.called_as else 2
 
     @property
     def points(self) -> tuple[int, int] | None:

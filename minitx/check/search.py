@@ -318,12 +318,8 @@ def beyond(trial: Trial) -> str:
     failed = next((outcome for outcome in plain if not fits(outcome)), None)
     if failed is None or dependences(trial):
         return ""
-    case, width, inputs = failed.case, failed.inputs.value.shape[-1], failed.inputs
-    if case.keys > width:  # with more keys than the width, the values do not determine the weights
-        case = replace(case, rows=width, keys=width) if trial.subject.is_layer else replace(case, value_width=case.keys)
-        failed = trial.outcome(case)
-        inputs = failed.inputs
-    weights, right = _weights(failed), answer(inputs).weights
+    failed = _determined(trial, failed)
+    case, weights, right = failed.case, _weights(failed), answer(failed.inputs).weights
     if weights is None or are_close(weights, right) or weights[right == 0].abs().gt(TIGHT).any():
         return ""
     totals, visible = weights.sum(-1, keepdim=True), (weights.abs() > NONE * weights.abs().amax(-1, keepdim=True)) & (right > 0)
@@ -347,6 +343,29 @@ def beyond(trial: Trial) -> str:
     if are_close(logits - expected, (logits - expected)[:1].expand_as(logits)):
         return "before the softmax, it adds a number that depends on the places, as ALiBi does"
     return "before the softmax, it changes queries, keys or scores, as a norm, positions or a soft-cap do"
+
+
+def sums(trial: Trial) -> tuple[Tensor | None, str]:
+    """Return the sum of the weights of each query, and over what else they add up to 1. None: the sums are unknown."""
+    weights = _weights(_determined(trial, trial.outcomes[SIMPLE]))
+    over: dict[str, Any] = {"the queries": -2, "the heads": 1, "the batch": 0, "all scores": (-2, -1)}
+    totals = {} if weights is None else {name: weights.sum(axis) for name, axis in over.items()}
+    other = next((name for name, total in totals.items() if are_close(total, torch.ones_like(total))), "")
+    if weights is None or trial.subject.is_layer:
+        return None if weights is None else weights.sum(-1), other
+    output = trial.outcome(replace(SIMPLE, name="values of 1", judged=("spread",))).output  # it may change other values
+    is_sum = output is not None and are_close(output, output[..., :1].expand_as(output).double())
+    return output if is_sum else None, other
+
+
+def _determined(trial: Trial, outcome: Outcome) -> Outcome:
+    """The outcome, or a similar one with as few keys as the values are wide: with more, the values do not determine the weights."""
+    case, width = outcome.case, outcome.inputs.value.shape[-1]
+    if case.keys <= width:
+        return outcome
+    return trial.outcome(
+        replace(case, rows=width, keys=width) if trial.subject.is_layer else replace(case, value_width=case.keys)
+    )
 
 
 def _weights(outcome: Outcome) -> Tensor | None:

@@ -353,7 +353,7 @@ class AttentionLayer(Subject):
         self.matrices = {name: p for name, p in self.module.named_parameters() if p.ndim > 1}
         flat = [p for p in self.matrices.values() if p.ndim == 2] or list(self.matrices.values())
         sizes = [size for p in flat for size in p.shape]
-        self.width = next((width for width in self._attributes("embed") if width in sizes), min(sizes))
+        self.width = next((width for width in self._attributes("embed") if width in sizes), max(sorted(sizes), key=sizes.count))
 
     def _attributes(self, role: str) -> list[int]:
         names = [name for name in vars(self.module) if re.fullmatch(calling.ROLE_NAMES[role], name.lower())]
@@ -440,7 +440,7 @@ def _heads(products: list[Product], inner: Inner, width: int, case: Case) -> lis
     """Query, key, value and the output of attention, from the products with parameters, and the layer's output as the last."""
     *before, (_, mixed, _) = products[:-1]
     mixed_inner, pieces = inner, _projected_parts(before, inner, width)
-    if len(pieces) != len(QKV):  # there may be no output projection
+    if len(pieces) != len(QKV) or any(mixed.equal(read) for _, read, _ in before):  # there may be no output projection
         mixed_inner, mixed = replace(inner, is_batch_first=True), products[-1][2]
         pieces = _projected_parts(products[:-1], inner, width)
     if len(pieces) != len(QKV):

@@ -144,7 +144,10 @@ class Trace(Watch):
         counts[name] += 1
         key, is_in_place = f"{pattern(path)} {name} {counts[name]}", func.overloadpacket.__name__.endswith("_")
         given = (args[0].clone(), *args[1:]) if is_in_place else args
-        if name in ("softmax", "safe_softmax") and self.sites and args[0].numel() == self.sites[-1].raw.numel():
+        is_softmax = name in ("softmax", "safe_softmax") or (
+            name == "exp" and self.sites and not hasattr(self.sites[-1], "scores")
+        )
+        if is_softmax and self.sites and args[0].numel() == self.sites[-1].raw.numel():
             args = self._attend("scores", args[0]), *args[1:]
         out = self._product(func, *args) if name == "bmm" else func(*args, **kwargs)
         changed = self._changed(key, self, given, out)

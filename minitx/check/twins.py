@@ -184,6 +184,15 @@ class _Comparison:
             raise ValueError(f"the outputs must have the same shape, got {shapes[0]} and {shapes[1]}")
         if not (current.steps and self.target.steps):
             raise ValueError("an output is the same for all tokens: there is nothing to compare")
+        for called, word in ((self.port, "port"), (self.ours, "reference")):
+            once, again = (_answer(called, self.tokens) for _ in range(2))
+            if not (gap := compare(again, once, 0.0)).is_rounding:
+                advice = "In evaluation, F.dropout needs training=self.training, and attention dropout_p=0."
+                self.find(
+                    "random", f"two calls of the {word} with the same inputs differ", self.size(gap, again - once), advice
+                )
+                self.checks.append(Check("outputs", Status.NOT_TRIED, f"the {word} is random"))
+                return
         self.check("outputs", self.gap(current))
         if (window := getattr(self.ours.config, "sliding_window", None) or 0) + 1 >= L:
             reason = f"the rows have {L} tokens, the window {window}: give longer ids"
@@ -252,7 +261,7 @@ class _Comparison:
 
     def with_mask(self) -> None:
         """Compare once more with hidden tokens."""
-        if any(found.id in ("not-named", "visible") for found in self.findings):
+        if any(found.id in ("not-named", "random", "visible") for found in self.findings):
             return
         port, ours, tokens = self.port, self.ours, self.tokens
         for called in (port, ours):

@@ -95,9 +95,10 @@ def _prefix(exam: Examination, id: str) -> None:
     """Without the last tokens, the outputs of the other tokens are the same."""
     called, name = exam.called, exam.called.stream.name
     L = exam.inputs[name].shape[1]
-    short = {**exam.inputs, name: exam.inputs[name][:, : L - 3].contiguous()}
-    gap = exam.gap(called.answer(short), exam.base[:, : L - 3])
-    exam.judge(id, gap, "prefix-differs", explained_by="causality" * exam.sees_later, short=L - 3, length=L)
+    count = max(1, L - 3)
+    short = {**exam.inputs, name: exam.inputs[name][:, :count].contiguous()}
+    gap = exam.gap(called.answer(short), exam.base[:, :count])
+    exam.judge(id, gap, "prefix-differs", explained_by="causality" * exam.sees_later, short=count, length=L)
 
 
 def _with_mask(exam: Examination, id: str) -> None:
@@ -105,7 +106,7 @@ def _with_mask(exam: Examination, id: str) -> None:
     stream = exam.called.stream
     need(stream.form, stream.why_unmasked)
     L = stream.length
-    last = exam.places >= L - 3
+    last = exam.places >= max(1, L - 3)
     words: dict[str, Any] = {"explained_by": "causality" * exam.sees_later, "mask": stream.mask}
     for hidden in (0, 2):
         keep = keep_mask(exam.inputs[stream.name], slice(L - hidden, L))
@@ -212,19 +213,7 @@ def _positions(exam: Examination, id: str) -> None:
     exam.demand(not exam.gap(moved, base).is_rounding, "position-ids-ignored")
     gap = exam.gap(shifted, base)
     exam.demand(gap.is_rounding or "relative" not in exam.expect, "positions-not-relative", gap)
-    exam.describe(f"positions are {'relative' if gap.is_rounding else 'absolute'}{_count_of_padding(exam, places)}")
-
-
-def _count_of_padding(exam: Examination, places: Tensor) -> str:
-    """Return the end of a sentence: whether padding on the left counts if ``position_ids`` are not passed."""
-    stream = exam.called.stream
-    if stream.form is None:
-        return ""
-    keep = keep_mask(places, slice(3))
-    positions = [{}, {"position_ids": places}, exam.called.counted(keep)]
-    plain, with_padding, without = (exam.called.answer(exam.inputs, {stream.name: keep}, **given) for given in positions)
-    is_counted = torch.equal(plain[1], with_padding[1]) and not torch.equal(plain[1], without[1])
-    return " and count padding on the left" if is_counted else ""
+    exam.describe(f"positions are {'relative' if gap.is_rounding else 'absolute'}")
 
 
 # --- padding
@@ -238,9 +227,15 @@ def padding(exam: Examination) -> None:
         if stream.form is None:
             exam.skip(checks.prefix, stream.why_unmasked)
             continue
-        is_stated = exam.called.call is not None or "attention_mask" in (stream.mask or "")
+        is_stated, is_padding = (
+            (exam.called.call is not None or "attention_mask" in str(stream.mask)),
+            "pad" in str(stream.mask),
+        )
         if stream.name in exam.turned and is_stated:
             exam.failed(f"{checks.prefix}/meaning", "{source}mask-inverted", **checks.words)
+        elif stream.name in exam.turned:
+            advice = "An adapter declares it, call=: in its mask, True = a real token."
+            exam.note("padding-mask-keeps" if is_padding else "mask-hides", mask=stream.mask, advice=advice)
         exam.attempt(f"{checks.prefix}/mask-of-ones", checks.ones)
         for side in ("left", "right", "inside"):
             exam.attempt(f"{checks.prefix}/{side}", partial(checks.side, side=side))

@@ -24,14 +24,14 @@ from minitx.config.schema import Natural, first_line, require, shown
 if TYPE_CHECKING:
     from minitx.check.results import Report
 
-HELP = """python scripts/check.py FILE.py:NAME [key=value ...]
-python scripts/check.py model=FOLDER [key=value ...]
-python scripts/check.py FILE.py:NAME like=FILE.py:NAME [key=value ...]
+HELP = """minitx-check FILE.py:NAME [key=value ...]      (in a clone also: python scripts/check.py)
+minitx-check model=FOLDER [key=value ...]
+minitx-check FILE.py:NAME like=FILE.py:NAME [key=value ...]
 
 NAME is a function of queries, keys and values, a layer with projections, a model, or a class or function that returns one.
 Python runs the file with your permissions. FOLDER is a Hugging Face folder, a checkpoint or the folder of a run; their code
 is not run. A file in a package is imported as its module. The exit code is 1 if something is wrong, and 2 if there is nothing to
-check or a property in only= could not be tried."""
+check, no check could be tried, or none of a property in only=."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,12 @@ def _code_report(subject: Any, config: CheckConfig, adapter: Any) -> Report:
     is_model |= isinstance(made, Module) and bool(
         config.only or config.expect
     )  # the words of models: a layer of vectors is one
-    if is_model and not (config.strict or config.stage is not None or config.mask is not None):
+    if is_model:
+        keys = [key for key in ("strict", "stage", "mask") if getattr(config, key) not in (None, False)]
+        declared = "; an adapter declares the mask of a model: call=" * ("mask" in keys)
+        require(
+            not keys, f"{'='.join([*keys[:1], ''])} is for functions and layers, but {type(made).__name__} is a model{declared}"
+        )
         return _model_report(made, config, adapter)
     with refusing(f"{config.target}: ", (ValueError, TypeError)):
         require(config.only is None and config.expect is None, f"only and expect are for models{_advice_for_models(subject)}")

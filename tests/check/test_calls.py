@@ -35,19 +35,47 @@ def by_id(report):
 class Grouped(nn.Module):
     """Causal self-attention of 4 heads with 2 key heads, and one input."""
 
-    def __init__(self):
+    def __init__(self, is_tiled=False):
         super().__init__()
+        self.is_tiled = is_tiled
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(16, width) for width in (16, 8, 8, 16))
 
     def forward(self, x):
         q, k, v = (layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.wq, self.wk, self.wv))
+        k, v = (x.repeat(1, 2, 1, 1) if self.is_tiled else x for x in (k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.wo(out.transpose(1, 2).flatten(2))
 
 
-def test_a_layer_that_is_checked_as_a_model_is_not_compared_with_the_definition_and_says_so():
+def test_a_layer_of_grouped_heads_is_compared_with_the_definition():
     report = check_attention(Grouped())
-    assert report.called_as and {"causality", "rows"} <= {check.id.partition("/")[0] for check in report.checks}, str(report)
+    assert not report.findings and by_id(report)["plain"].status == Status.PASSED, str(report)
+    tiled = check_attention(Grouped(is_tiled=True))
+    assert [finding.id for finding in tiled.findings] == ["grouped-heads-tiled"] and tiled.exit_code == 1, str(tiled)
+
+
+class GatedValues(Grouped):
+    """Causal self-attention. A gate of the input multiplies the values before, or the output after."""
+
+    def __init__(self, is_before):
+        super().__init__()
+        self.is_before = is_before
+        self.q, self.k, self.v, self.gate = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x):
+        gate = self.gate(x).sigmoid()
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        out = F.scaled_dot_product_attention(q, k, v * gate if self.is_before else v, is_causal=True)
+        return out if self.is_before else out * gate
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+def test_a_layer_with_a_gate_is_checked_as_a_model_and_the_first_lines_say_that_the_definition_is_not(is_before):
+    report = check_attention(GatedValues(is_before))
+    assert report.exit_code == 0 and {"causality", "rows"} <= {check.id.partition("/")[0] for check in report.checks}, str(
+        report
+    )
+    assert report.taken_as.endswith("; not compared with the definition")
     definition = by_id(report)["definition"]
     assert definition.status == Status.NOT_TRIED and "no way to call it was found" in definition.reason, str(report)
 
@@ -438,6 +466,8 @@ def own_steps(name):
             return torch.cat((scores, torch.zeros_like(scores[..., :1])), -1).softmax(-1)[..., :-1] @ v
         if name == "squares":
             return (scores.square() + 0.1) @ v
+        if name == "positions, and a softmax over the queries":
+            return (scores * torch.arange(1, S + 1)).softmax(-2) @ v
         return (scores * 0.9 if name == "another scale" else scores).softmax(-1) @ v
 
     return attention
@@ -445,7 +475,7 @@ def own_steps(name):
 
 @pytest.mark.parametrize(("name", "word"), [
     ("norm", "norm"), ("positions", "positions"), ("soft-cap", "soft-cap"), ("ALiBi", "ALiBi"), ("window 3", "window"),
-    ("window 60", "window"), ("sink", "sink"), ("squares", "do not add up to 1"),
+    ("window 60", "window"), ("sink", "sink"),
 ])  # fmt: skip
 def test_a_function_with_a_step_of_its_own_is_described(name, word):
     report = check_attention(own_steps(name))
@@ -454,6 +484,26 @@ def test_a_function_with_a_step_of_its_own_is_described(name, word):
     )
     assert word in report.findings[0].fault and report.exit_code == 0
     assert {check.status for check in report.with_status(Status.FAILED)} == set()
+
+
+def test_a_function_that_refuses_long_rows_says_so_in_the_first_lines():
+    def attention(q, k, v):
+        assert q.shape[-2] <= 64, "too long"
+        return right_textbook(q, k, v)
+
+    report = check_attention(attention)
+    assert [(f.id, f.severity) for f in report.findings] == [("refuses-65-queries-130-keys", Severity.FRAGILE)], str(report)
+    assert "too long" in report.findings[0].witness and report.exit_code == 0
+
+
+def test_the_sums_of_weights_are_judged_where_the_definition_is_not():
+    assert by_id(check_attention(own_steps("norm")))["sums-of-weights"].status == Status.PASSED
+    squares, wrong = (check_attention(own_steps(name)) for name in ("squares", "positions, and a softmax over the queries"))
+    for report, severity, code in ((squares, Severity.FRAGILE, 0), (wrong, Severity.WRONG, 1)):
+        found = [(finding.id, finding.severity) for finding in report.findings]
+        assert found == [("sums-of-weights", severity), ("more-than-the-definition", Severity.NOTE)], str(report)
+        assert report.exit_code == code and by_id(report)["sums-of-weights"].status == Status.FAILED
+    assert "to 1 over the queries" in wrong.findings[0].witness
 
 
 def hides(where):

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 
 import numpy as np
@@ -218,6 +219,63 @@ def test_a_bidirectional_model_is_wrong_only_if_it_must_be_causal():
     model = Bare(lambda x: x + x.mean(1, keepdim=True))
     assert check_model(model, only="causality").is_right
     assert [f.id for f in check_model(model, only="causality", expect="causal").findings] == ["not-causal"]
+
+
+def test_a_model_that_reads_at_most_3_tokens_is_not_blamed_for_an_error_of_the_check():
+    class Short(Bare):
+        causal = True
+
+        def forward(self, ids, attention_mask=None):
+            if ids.shape[1] > 3:
+                raise ValueError("at most 3 tokens")
+            kept = 1 if attention_mask is None else attention_mask[..., None]
+            return self.out((self.table(ids) * kept).cumsum(1))
+
+    report = check_model(Short(None), only=[word for word in QUICK if word != "sizes"])
+    assert report.mend_first is None and report.exit_code == 0, str(report)
+    passed = {check.id for check in report.with_status(Status.PASSED)}
+    assert {"causality/values", "causality/prefix", "causality/with-a-mask", "padding/left"} <= passed, str(report)
+
+
+def test_an_error_of_the_check_itself_is_no_finding_and_one_of_the_model_is(monkeypatch):
+    code = (lambda exam: torch.empty(0).argmax()).__code__
+    broken = types.FunctionType(code, {"torch": torch, "__name__": "minitx.check.visibility"})
+
+    class Crashes(Bare):
+        def forward(self, ids):
+            x = super().forward(ids)
+            return x if ids.shape[1] != 9 else x.unflatten(1, (2, -1))
+
+    monkeypatch.setitem(PROPERTIES, "reach", broken)
+    report = check_model(Bare(lambda x: x.cumsum(1)), only="reach")
+    assert not report.findings and report.exit_code == 2
+    (check,) = [check for check in report.checks if check.id == "reach"]
+    assert check.status == Status.NOT_TRIED and check.reason.startswith("the check itself raises IndexError"), str(report)
+    report = check_model(Crashes(lambda x: x.cumsum(1)), only="causality")
+    assert [finding.id for finding in report.findings] == ["raises-causality-prefix"], str(report)
+
+
+def test_rows_that_are_too_short_for_pieces_are_no_fault_of_the_cache():
+    shape = TransformerConfig(vocab_size=23, embed_dim=8, num_heads=2, num_layers=1, max_len=6)
+    report = check_model(DecoderLM(shape), only="cache")
+    (check,) = [check for check in report.checks if check.id == "cache"]
+    assert check.status == Status.NOT_TRIED and "too few tokens" in check.reason, str(report)
+
+
+def test_a_token_that_sees_no_other_is_told_once():
+    report = check_model(Bare(lambda x: x), only=["causality", "reach"])
+    assert [finding.id for finding in report.findings] == ["sees-no-other"] and "window" not in report.taken_as, str(report)
+
+
+@pytest.mark.parametrize(("name", "found"), [("mask", "mask-hides"), ("pad_mask", "padding-mask-keeps")])
+def test_a_mask_of_the_meaning_that_its_name_does_not_show_is_fragile_as_in_a_function(name, found):
+    space = {"Bare": Bare}
+    keep = "1 - mask" if name == "mask" else "pad_mask"
+    body = f"x = self.table(ids); return self.out((x if {name} is None else x * ({keep}.to(x))[..., None]).cumsum(1))"
+    exec(f"class Masked(Bare):\n    def forward(self, ids, {name}=None):\n        {body}\n", space)
+    report = check_model(space["Masked"](None), only="padding")
+    assert [(f.id, f.severity, report.exit_code) for f in report.findings] == [(found, Severity.FRAGILE, 0)], str(report)
+    assert "passed     call, padding" in str(report)
 
 
 def test_batch_first_that_was_forgotten_is_named():

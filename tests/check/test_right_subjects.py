@@ -122,7 +122,11 @@ def test_an_assertion_is_a_refusal():
             return x + x.unflatten(1, (-1, 4)).mean(2, keepdim=True).expand(-1, -1, 4, -1).flatten(1, 2)
 
     report = check_model(Tagger(Blocks()), only="sizes")
-    assert report.findings == () and "multiple of 4" in str(report)
+    assert report.findings == () and "multiple of 4" in str(report) and report.taken_as.endswith("tokens are refused")
+    model = Tagger(Blocks())
+    model.max_len = 32
+    report = check_model(model, only="sizes")
+    assert severities(report) == {"refuses-lengths": "fragile"} and "its limit is 32" in report.findings[0].fault
 
 
 def test_padding_that_is_recognised_by_its_id_is_a_note():
@@ -220,12 +224,18 @@ class Layer(nn.Module):
         return self.proj(out.transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("extra", ["norm", "positions", "bias", "no softmax", "cosine", "cosine with a scale"])
+@pytest.mark.parametrize("extra", ["norm", "positions", "bias", "cosine", "cosine with a scale"])
 def test_a_layer_that_is_more_than_the_definition_is_described(extra):
     report = check_attention(Layer(extra))
     assert severities(report) == {"more-than-the-definition": "note"} and report.exit_code == 0, str(report)
     (check,) = [check for check in report.checks if check.id == "plain"]
     assert check.status == Status.NOT_TRIED and "softmax" in check.reason
+
+
+def test_a_layer_whose_weights_do_not_add_up_to_1_is_fragile():
+    report = check_attention(Layer("no softmax"))
+    assert severities(report) == {"more-than-the-definition": "note", "sums-of-weights": "fragile"}, str(report)
+    assert report.exit_code == 0
 
 
 class Gated(MultiHeadAttention):

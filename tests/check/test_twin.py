@@ -75,6 +75,8 @@ MISTAKES = {  # the id, words of the finding and the first module, and what is r
     "theta": ("rotary", "theta 500;", "blocks.0.attn", "theta=10000.0", "theta=500.0"),
     "pairs": ("rotary", "rotation of pairs", "blocks.0.attn", "a, b = x.chunk(2, -1)", "a, b = x[..., ::2], x[..., 1::2]"),
     "window": ("visible", "5 tokens before it and itself; in the reference 4 tokens", "blocks.0.attn", "- places < 5", "- places <= 5"),
+    "the token itself": ("visible", "4 tokens before it; in the reference 4 tokens before it and itself", "blocks.0.attn", "places <= places[:, None])", "places < places[:, None])"),
+    "a later token": ("visible", "4 tokens before it and itself and 1 after it; in", "blocks.0.attn", "places <= places[:, None])", "places <= places[:, None] + 1)"),
     "scale": ("scale", "0.3536 (1/√d_k)", "blocks.0.attn", "self.dim**-0.5", "self.dim**-1.0"),
     "soft-cap": ("soft-cap", "of 2,", "blocks.0.attn", "self.dim**-0.5\n", "self.dim**-0.5\n        scores = 2 * torch.tanh(scores / 2)\n"),
     "heads": ("head-order", "are tiled", "blocks.0.attn", "repeat_interleave(self.heads // self.groups, 1)", "repeat(1, self.heads // self.groups, 1, 1)"),
@@ -111,6 +113,27 @@ def test_a_mistake_is_named_with_the_first_module(name):
     if module:
         assert f"first module: {module} (" in report.findings[0].witness
         assert "equals the port to rounding" in report.findings[0].advice
+
+
+BY_HAND = (
+    "scores.masked_fill(~seen, -1e9).softmax(-1)",
+    "(lambda s: s / s.sum(-1, keepdim=True))((scores.masked_fill(~seen, -torch.inf) - scores.masked_fill(~seen, -torch.inf).amax(-1, keepdim=True)).exp())",
+)
+
+
+def test_a_causal_mask_off_by_one_is_named_if_the_softmax_is_written_by_hand():
+    report = twin(model(BY_HAND, MISTAKES["a later token"][-2:]), model(BY_HAND))
+    assert [finding.id for finding in report.findings] == ["visible"] and "1 after it" in report.findings[0].fault, report
+    assert "equals the port to rounding" in report.findings[0].advice
+
+
+@pytest.mark.parametrize("word", ["port", "reference"])
+def test_a_model_that_is_random_in_evaluation_is_named_so(word):
+    noisy = model(("x = self.table(ids)", "x = nn.functional.dropout(self.table(ids), 0.1)"))
+    report = twin(*((noisy, model()) if word == "port" else (model(), noisy)))
+    assert [finding.id for finding in report.findings] == ["random"] and f"calls of the {word} " in report.findings[0].fault, (
+        report
+    )
 
 
 def test_two_mistakes_are_both_named():
