@@ -46,7 +46,7 @@ def test_the_lock_of_uv_has_the_versions_of_the_constraints_and_the_requirements
 
 def source_files() -> set[str]:
     """What the package must hold, by its path in the wheel."""
-    kinds = {".py", ".yaml", ".html", ".css", ".js", ".json", ".j2", ".po", ".typed"}
+    kinds = {".py", ".yaml", ".html", ".css", ".js", ".json", ".j2", ".po", ".toml", ".typed"}
     every = {inside: (ROOT / folder, (ROOT / folder).rglob("*")) for folder, inside in SHIPPED.items()}
     return {f"{inside}/{p.relative_to(top)}" for inside, (top, paths) in every.items() for p in paths if p.suffix in kinds}
 
