@@ -207,6 +207,10 @@ class ReturnError(ValueError):
     """The result of a call has another type or another shape than the output."""
 
 
+class OutputShapeError(RuntimeError):
+    """An output has another shape than its tokens: a fault of the subject, though the check raises it."""
+
+
 def fault_text(error: Exception) -> str:
     """Return the class and the first line of an error."""
     line = next(iter(str(error).strip().splitlines()), "")[:160]
@@ -223,7 +227,8 @@ def is_own(error: Exception) -> bool:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     names = [str(frame.f_globals.get("__name__")) for frame in frames]
     is_inside = all(name.startswith((f"{__package__}.", "torch")) and name != "torch.autograd" for name in names)
-    return is_inside and all(frame.f_code is not invoke.__code__ for frame in frames)
+    is_of_subject = isinstance(error, OutputShapeError) or any(frame.f_code is invoke.__code__ for frame in frames)
+    return is_inside and not is_of_subject
 
 
 @dataclass(frozen=True)

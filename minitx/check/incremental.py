@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from minitx.check.called_model import keep_mask, returned_cache
-from minitx.check.calling import NotTriedError, fault_text, need
+from minitx.check.calling import NotTriedError, OutputShapeError, fault_text, need
 from minitx.check.examination import Examination
 from minitx.check.properties import Gap
 from minitx.check.results import FRAGILE, WRONG
@@ -76,7 +76,7 @@ class _Pieces:
             outputs.append(called.output(result, piece))
             if outputs[-1].shape[:2] != (B, end - start):
                 shape = tuple(outputs[-1].shape)
-                raise RuntimeError(f"a piece of {end - start} tokens in {B} rows gives an output of shape {shape}")
+                raise OutputShapeError(f"a piece of {end - start} tokens in {B} rows gives an output of shape {shape}")
             if self.make is None:
                 cache = returned_cache(result, str(called.cache))
                 need(

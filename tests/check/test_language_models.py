@@ -377,6 +377,20 @@ def test_a_cache_that_is_cut_back_has_as_many_tokens_as_it_says():
     assert [finding.id for finding in wrong.findings] == ["cache-differs-that-is-cut-back-by-3-tokens"], str(wrong)
 
 
+class Repeats(Sums):
+    """Its outputs with a cache begin with those of the tokens in the cache."""
+
+    def forward(self, tokens, cache=None):
+        _, cache = super().forward(tokens, cache)
+        return cache.tokens.cumsum(1), cache
+
+
+def test_an_output_of_a_piece_with_another_length_is_a_fault_of_the_model():
+    report = check_model(Repeats(0), only="cache")
+    (shown,) = [finding for finding in report.findings if finding.id == "raises-cache-token-by-token"]
+    assert "a piece of 1 tokens in 3 rows gives an output of shape (3, 2, 16)" in shown.witness, str(report)
+
+
 class Fills(nn.Module):
     """A sum over the real tokens so far. Its calls fill the cache in place, and return the output alone."""
 
