@@ -162,9 +162,8 @@ def rotary(pair: Pair) -> Iterator[Change]:
 
 def visible(pair: Pair) -> Iterator[Change]:
     """The keys that the port sees."""
-    low = {
-        ours.number: theirs.scores.min() for ours, theirs in pair.sites
-    }  # a query that sees nothing shows how keys are hidden
+    # a query that sees nothing shows how keys are hidden
+    low = {ours.number: theirs.scores.min() for ours, theirs in pair.sites}
     both = {ours.number: [(site.scores > LOW).flatten(0, -3).any(0) for site in (theirs, ours)] for ours, theirs in pair.sites}
     seen = {number: sides for number, sides in both.items() if not torch.equal(*sides)}
 

@@ -359,8 +359,9 @@ class Examination:
             key, gap, words = failure.args
             self.failed(id, key, gap, **words)
         except Exception as error:
-            if is_own(error) or is_refusal(error):
-                self.skip(id, f"{'the check itself' if is_own(error) else 'it'} raises {fault_text(error)}")
+            is_of_check = is_own(error)
+            if is_of_check or is_refusal(error):
+                self.skip(id, f"{'the check itself' if is_of_check else 'it'} raises {fault_text(error)}")
                 return
             name = id.replace("-", " ").replace("/", ", ")
             self.failed(id, "raises-{part}", part=id.replace("/", "-"), name=name, error=fault_text(error))

@@ -89,7 +89,8 @@ def check_model(
             real token. Without its third parameter, no mask is tried. ``UNCALLED`` has the properties that are then not tried.
 
     Returns:
-        A report. Its ``exit_code`` is 1 if something is wrong. Checks that could not be tried are listed with the reason.
+        A report. Its ``exit_code`` is 1 if something is wrong, and 2 if a property in ``only`` could not be tried. Checks that could not be
+        tried are listed with the reason.
 
     Raises:
         ValueError: ``only`` or ``expect`` has an unknown word, or ``call`` does not call the model. TypeError: ``model`` is not a module.
@@ -114,7 +115,8 @@ def check_model(
         examination = Examination(called, seed, expect or "", repeat or "check_model(model, {})")
         _examine(examination, [word for word in PROPERTIES if word in chosen])
     called_as = examination.called.describe()
-    return Report(name, called_as, seed, tuple(examination.checks), tuple(examination.findings), taken_as=examination.taken_as)
+    found = tuple(examination.checks), tuple(examination.findings)
+    return Report(name, called_as, seed, *found, taken_as=examination.taken_as, only=() if only is None else tuple(chosen))
 
 
 def _examine(examination: Examination, chosen: Sequence[str]) -> None:

@@ -104,6 +104,7 @@ class Report:
         findings: the mistakes, the worst first. Within a severity, the finding to mend first comes first.
         stage: the stage of a graded exercise. None: not graded.
         taken_as: a description of the positions that a token sees, and the reason. "": not examined.
+        only: the properties that were asked for. (): all.
     """
 
     subject: str
@@ -113,6 +114,7 @@ class Report:
     findings: tuple[Finding, ...] = ()
     stage: int | None = None
     taken_as: str = ""
+    only: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         order = list(Severity)
@@ -130,9 +132,10 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """Return 1 if something is wrong, 2 if nothing was tried but calls, else 0."""
-        is_tried = any(check.status != NOT_TRIED and not check.id.startswith("call/") for check in self.checks)
-        return 1 if not self.is_right else 0 if is_tried and self.called_as else 2
+        """Return 1 if something is wrong, 2 if nothing was tried but calls, or no check of a property in ``only``, else 0."""
+        tried = {check.id.partition("/")[0] for check in self.checks if check.status != NOT_TRIED}
+        is_tried = self.called_as and tried - {"call"} and tried.issuperset(self.only)
+        return 1 if not self.is_right else 0 if is_tried else 2
 
     @property
     def points(self) -> tuple[int, int] | None:

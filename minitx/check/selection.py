@@ -47,7 +47,7 @@ def check_selection(trial: Trial, name: str) -> tuple[Check, list[Finding]]:
             return Check(id, FAILED, mixed), [finding("other-selection", WRONG, fault=text + mixed, witness="")]
         first, second, *rest = map(_meanings, [*plain, *others])
         if not first.keys() & second.keys():
-            reason = f"{text}it hides keys neither as a window nor as top-k do"
+            reason = f"{text}it hides keys neither like a window nor like top-k"
             continue
         meaning = max(sorted(first.keys() & second.keys()), key=lambda rule: sum(rule in rules for rules in rest))
         text += f"a query sees {first[meaning]}"

@@ -227,15 +227,12 @@ def padding(exam: Examination) -> None:
         if stream.form is None:
             exam.skip(checks.prefix, stream.why_unmasked)
             continue
-        is_stated, is_padding = (
-            (exam.called.call is not None or "attention_mask" in str(stream.mask)),
-            "pad" in str(stream.mask),
-        )
+        is_stated = exam.called.call is not None or "attention_mask" in str(stream.mask)
         if stream.name in exam.turned and is_stated:
             exam.failed(f"{checks.prefix}/meaning", "{source}mask-inverted", **checks.words)
         elif stream.name in exam.turned:
             advice = "An adapter declares it, call=: in its mask, True = a real token."
-            exam.note("padding-mask-keeps" if is_padding else "mask-hides", mask=stream.mask, advice=advice)
+            exam.note("padding-mask-keeps" if "pad" in str(stream.mask) else "mask-hides", mask=stream.mask, advice=advice)
         exam.attempt(f"{checks.prefix}/mask-of-ones", checks.ones)
         for side in ("left", "right", "inside"):
             exam.attempt(f"{checks.prefix}/{side}", partial(checks.side, side=side))

@@ -97,14 +97,13 @@ class CheckConfig(ProgramConfig):
 
 def main() -> int:
     """The program behind ``scripts/check.py`` and ``minitx-check``; returns the exit code."""
-    codes: list[int] = []
+    reports: list[Report] = []
     arguments = [word if "=" in word or word.startswith("-") else f"target={word}" for word in sys.argv[1:]]
-    code = run_program(CheckConfig, HELP, lambda config: codes.append(_run_check(config)), arguments=arguments)
-    return code or max(codes, default=0)
+    code = run_program(CheckConfig, HELP, lambda config: reports.append(_run_check(config)), arguments=arguments)
+    return code or max((report.exit_code for report in reports), default=0)
 
 
-def _run_check(config: CheckConfig) -> int:
-    """Show the report, and return the exit code."""
+def _run_check(config: CheckConfig) -> Report:
     with importing():
         module = None if config.model else _module_at(config.target.rpartition(":")[0])
         subject = _object_at(config.target, module) if module else _stored_model(config.model, "model", config.trust)
@@ -117,15 +116,7 @@ def _run_check(config: CheckConfig) -> int:
         with refusing(f"json={config.json} cannot be written: ", (OSError,)):
             Path(config.json).write_text(report.json(), encoding="utf-8")
     write(f"{report}\n")
-    return report.exit_code or 2 * bool(_untried(report, config.properties or []))
-
-
-def _untried(report: Report, properties: list[str]) -> list[str]:
-    """Return the properties without a check that was tried."""
-    from minitx.check.results import NOT_TRIED
-
-    tried = {check.id.partition("/")[0] for check in report.checks if check.status != NOT_TRIED}
-    return [name for name in properties if name not in tried]
+    return report
 
 
 def _code_report(subject: Any, config: CheckConfig, adapter: Any) -> Report:
@@ -138,15 +129,11 @@ def _code_report(subject: Any, config: CheckConfig, adapter: Any) -> Report:
     is_model = _is_whole_model(made)
     if adapter is not None and isinstance(made, Module):  # (model, input_ids, keep), or (function, query, key, value, mask)
         is_model = len(inspect.signature(adapter).parameters) <= 3
-    is_model |= isinstance(made, Module) and bool(
-        config.only or config.expect
-    )  # the words of models: a layer of vectors is one
-    if is_model:
-        keys = [key for key in ("strict", "stage", "mask") if getattr(config, key) not in (None, False)]
-        declared = "; an adapter declares the mask of a model: call=" * ("mask" in keys)
-        require(
-            not keys, f"{'='.join([*keys[:1], ''])} is for functions and layers, but {type(made).__name__} is a model{declared}"
-        )
+    # only and expect are keys of models, and a layer of vectors is one
+    if is_model or (isinstance(made, Module) and (config.only or config.expect)):
+        for key, hint in {"strict": "", "stage": "", "mask": "; an adapter declares the mask of a model: call="}.items():
+            is_set = getattr(config, key) not in (None, False)
+            require(not is_set, f"{key}= is for functions and layers, but {type(made).__name__} is a model{hint}")
         return _model_report(made, config, adapter)
     with refusing(f"{config.target}: ", (ValueError, TypeError)):
         require(config.only is None and config.expect is None, f"only and expect are for models{_advice_for_models(subject)}")

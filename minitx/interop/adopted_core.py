@@ -130,9 +130,8 @@ class InterfaceCall:
     def multiplier(self, core: AdoptedCore) -> float:
         """Return the multiplier of q·k that the core uses, and note the model's own multiplier in the core."""
         attribute = getattr(self.module, "scaling", None)
-        before = (
-            attribute if self.scaling == 1 and isinstance(attribute, float) else 1.0
-        )  # OPT and Whisper scale their queries first
+        # OPT and Whisper scale their queries first
+        before = attribute if self.scaling == 1 and isinstance(attribute, float) else 1.0
         scaling = self.query.shape[-1] ** -0.5 if self.scaling is None else float(self.scaling)
         if not torch.compiler.is_compiling():
             core.model_scale, core.model_factor = scaling * before, before

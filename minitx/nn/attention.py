@@ -24,7 +24,7 @@ TORCH_PARTS = {
 }
 """Each parameter of ``torch.nn.MultiheadAttention``, and the parameters of ``MultiHeadAttention`` that it concatenates."""
 
-STEPS = ("forward", "project", "merge")  # a method of this name of one's own changes what a layer computes
+STEPS = ("forward", "project", "merge")  # a subclass that overrides one of them computes something else
 
 
 class DotProductAttention(nn.Module):

@@ -116,10 +116,8 @@ class AdditiveAttention(nn.Module):
         with full_precision(call.query.device):
             attn_bias = call.dense_bias()
             key = hide_unseen(call.key, call.visible(attn_bias)).to(dtype).repeat_interleave(group, dim=1)
-            q, k = (
-                _in_wide_dtype(self.query_map, call.query.to(dtype)),
-                _in_wide_dtype(self.key_map, key),
-            )  # (B, H, L, m), (B, H, S, m)
+            q = _in_wide_dtype(self.query_map, call.query.to(dtype))  # (B, H, L, m)
+            k = _in_wide_dtype(self.key_map, key)  # (B, H, S, m)
             sums = q.unsqueeze(3) + k.unsqueeze(2)  # (B, H, L, S, m)
             scores = _in_wide_dtype(self.energy, torch.tanh(sums)).squeeze(-1) * call.scale  # (B, H, L, S)
             if call.softcap is not None:

@@ -172,9 +172,8 @@ class AttentionCall:
         if torch.compiler.is_compiling():
             return []
         names = transforms_around()
-        if (
-            forward_ad.unpack_dual(self.query).primal is self.query
-        ):  # no level of forward derivatives is open: else it is a view
+        # the primal is a view, unless no level of forward derivatives is open
+        if forward_ad.unpack_dual(self.query).primal is self.query:
             return names
         more = () if self.sinks is self.attn_bias is None else tensors_of((self.sinks, self.attn_bias))
         inputs = (self.query, self.key, self.value, *more)

@@ -63,6 +63,7 @@ def test_the_json_is_strict_json_with_the_findings_and_checks():
         "taken_as",
         "seed",
         "stage",
+        "only",
         "is_right",
         "points",
         "mend_first",
