@@ -58,7 +58,10 @@ def pretend(job):
     place, asked = job.folder, settings(job.words)
     broken, permits, lines = (place.parents[1] / name for name in ("broken", "permits", "cells.jsonl"))
     if permits.exists():  # the runs of a grid that is to be killed wait while it has as many lines as there are permits
+        waits = permits.with_name(f"{os.getpid()}.waits")
+        waits.touch()
         wait_for(lambda: len(read_json_lines(lines)) < permits.stat().st_size)
+        waits.unlink()
     if broken.exists() and broken.read_text() in (asked["study"], asked.get("lr")):
         raise ValueError("no luck\nat all")
     if "init_from.path" in asked:

@@ -41,6 +41,17 @@ def children_of(pid):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def two_waiting(process):
+    """Both workers, once their runs wait: a worker that is only starting would print that its parent is gone."""
+    wait_for(lambda: len(waiting(process.pid)) == 2, process)
+    return waiting(process.pid)
+
+
+def waiting(pid):
+    """The workers of ``pid`` whose runs wait."""
+    return [child for child in children_of(pid) if LINES.with_name(f"{child}.waits").exists()]
+
+
 def go_on(process, more):
     """Let the grid run until it has so many lines more; its next runs wait."""
     wanted = len(read_json_lines(LINES)) + more
@@ -62,9 +73,9 @@ def test_a_grid_that_is_stopped_or_killed_goes_on_and_ends_in_the_records_of_one
             process = subprocess.Popen([sys.executable, "-c", PROGRAM], env=environment, stdout=log, stderr=log)
         go_on(process, 2)
         if number == signal.SIGKILL:
-            os.kill(max(children_of(process.pid)), signal.SIGKILL)  # a worker
+            os.kill(two_waiting(process)[0], signal.SIGKILL)
             go_on(process, 3)
-        wait_for(lambda pid=process.pid: len(children_of(pid)) > 2)  # two workers, and what multiprocessing starts beside them
+        two_waiting(process)
         processes = children_of(process.pid)
         process.send_signal(number)
         found, said = process.wait(PATIENCE), Path("log.txt").read_text()
