@@ -102,11 +102,20 @@ class LocalPool:
                 spawn, device = multiprocessing.get_context("spawn"), self.devices[free % len(self.devices)]
                 theirs, self._pipes[free] = spawn.Pipe(duplex=False)
                 self._executors[free] = ProcessPoolExecutor(1, spawn, initializer=_start_worker, initargs=(device, theirs))
-            self._calls[free] = self._executors[free].submit(function, *arguments)
+            self._calls[free] = self._submit(self._executors[free], function, *arguments)
         except BrokenProcessPool:
             del self._executors[free]
             return self.submit(function, *arguments)
         return self._calls[free]
+
+    @staticmethod
+    def _submit(executor: ProcessPoolExecutor, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Submit with SIGINT blocked. A new worker inherits the mask, so Ctrl-C reaches this process only, which then ends its workers."""
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            return executor.submit(function, *arguments)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def wait(self, calls: Collection[Future[Any]]) -> None:
         """Wait for the first of the calls."""
@@ -123,7 +132,6 @@ class LocalPool:
 def _start_worker(device: str | None, parent: Connection) -> None:
     if device is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = device  # torch is not imported yet
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it and kills its workers
     logging.disable(logging.INFO)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -68,6 +70,17 @@ def test_a_worker_that_dies_costs_its_own_run_alone_and_its_successor_sees_the_s
     found = results(LocalPool(2, ["7"]), tmp_path, "a", "die", "raise", "b", "c")
     assert {name: result["gpu"] for name, result in found.items() if isinstance(result, dict)} == dict.fromkeys("abc", "7")
     assert (found["raise"], found["die"][:18]) == ("ValueError: no luck", "the process died: ")
+
+
+def test_an_interrupt_from_the_terminal_does_not_reach_a_worker_even_while_it_starts():
+    pool, before = LocalPool(1), {*multiprocessing.active_children()}
+    call = pool.submit(os.getpid)
+    (worker,) = {*multiprocessing.active_children()} - before
+    os.kill(worker.pid, signal.SIGINT)
+    assert call.result() == worker.pid
+    os.kill(worker.pid, signal.SIGINT)
+    assert pool.submit(os.getpid).result() == worker.pid
+    pool.close()
 
 
 def test_closing_a_pool_ends_its_workers_whatever_they_do(tmp_path):
