@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # documented in torc
 
 T = TypeVar("T")
 Device = torch.device | str
+Roles = Mapping[str, str]
 Module = TypeVar("Module", bound=nn.Module)
 
 ROLE_NAMES = {
@@ -60,7 +61,7 @@ class Arguments:
     required: tuple[str, ...]
     positional: tuple[str, ...]
     defaults: Mapping[str, Any]
-    roles: Mapping[str, str]
+    roles: Roles
 
     def named(self, *roles: str) -> str | None:
         """Return the argument with the first of these roles that there is."""
@@ -102,6 +103,34 @@ def _with_roles(names: Sequence[str], defaults: Mapping[str, Any], positional: S
             roles[role] = name
     required = tuple(name for name in names if name not in defaults)
     return Arguments(tuple(names), required, tuple(positional), defaults, roles)
+
+
+def read_adapter(call: Callable[..., Any], must: str, *roles: str) -> Arguments:
+    """Return the arguments of an adapter after its first, the subject. They have these roles; the last may be left out.
+
+    Raises:
+        ValueError: it takes more or fewer. ``must`` shows what it must take.
+    """
+    given = read_arguments(call).names
+    names = given[1:]
+    if not given or len(roles) - len(names) not in (0, 1):
+        raise ValueError(f"call={call.__name__} must take {must}, or no mask, got ({', '.join(given)})")
+    return Arguments(names, names, names, {}, dict(zip(roles, names, strict=False)))
+
+
+def ways(
+    arguments: Arguments, inputs: Iterable[Roles], forms: Iterable[T], values: Callable[[str, T], Sequence[Any]]
+) -> Iterator[tuple[Roles, T, dict[str, Any]]]:
+    """Yield ways to call anything, the most likely first: the argument of each input, the form of the inputs, and other arguments.
+
+    Args:
+        inputs: the arguments to try for the inputs, by role. forms: the forms of the inputs to try, such as an order of axes.
+        values: (another argument, form) -> the values to try for it. None of them: it is not passed.
+    """
+    for roles, form in product(inputs, forms):
+        tried = {name: values(name, form) for name in arguments.names if name not in roles.values()}
+        for chosen in choices({name: candidates for name, candidates in tried.items() if candidates}):
+            yield roles, form, chosen
 
 
 def choices(candidates: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:

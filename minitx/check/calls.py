@@ -28,7 +28,7 @@ from minitx.check.results import FAILED, FRAGILE, NOT_TRIED, NOTE, PASSED, WRONG
 from minitx.check.search import Expected, Mistakes, Trial, are_close, dependences
 from minitx.check.selection import check_selection
 from minitx.check.strict import check_cases, compared, findings_of
-from minitx.check.subjects import AdaptedFunction, AttentionLayer, Subject, Way, instance_of, make_subject
+from minitx.check.subjects import AttentionLayer, Subject, Way, instance_of, make_subject
 
 EXERCISE_STAGES = (1, 2, 3, 4, 5)
 """The stages of a graded exercise: plain; masks; queries without a visible key; wide values and causal; half precision and large scores."""
@@ -90,8 +90,7 @@ def check_attention(
         function, made = instance_of(function)
 
     def report_in(dtype: torch.dtype) -> Report:
-        adapted = None if call is None else AdaptedFunction(function, call, dtype, device, seed)
-        return _examined(adapted or make_subject(function, device, dtype, seed), mask, stage, name, made)
+        return _examined(make_subject(function, device, dtype, seed, call), mask, stage, name, made)
 
     report = report_in(dtype)
     has_infinity = any(check.size == torch.inf for check in report.with_status(FAILED))

@@ -29,6 +29,10 @@ TIGHT = 2e-6
 NONE = 1e-9
 """The weight, as a share of the largest of its query, of a key that is hidden."""
 
+CHANGED_VALUES = (
+    "its weights are those of the definition, but it multiplies or changes each value or output by itself, as a gate does"
+)
+
 MANY = 6
 """The number of ways of calling that are searched for two mistakes at once."""
 
@@ -320,6 +324,8 @@ def beyond(trial: Trial) -> str:
         return ""
     failed = _determined(trial, failed)
     case, weights, right = failed.case, _weights(failed), answer(failed.inputs).weights
+    if weights is None and failed.case.id == SIMPLE.id and _changes_values(trial):
+        return CHANGED_VALUES
     if weights is None or are_close(weights, right) or weights[right == 0].abs().gt(TIGHT).any():
         return ""
     totals, visible = weights.sum(-1, keepdim=True), (weights.abs() > NONE * weights.abs().amax(-1, keepdim=True)) & (right > 0)
@@ -336,7 +342,10 @@ def beyond(trial: Trial) -> str:
     if (weights[visible] < 0).any() or not (are_close(totals, torch.ones_like(totals)) or are_close(weights, right * totals)):
         return "its outputs are not softmax weights times its values: weights do not add up to 1 or are negative, or it changes the values"
     if are_close(weights, right * totals):
-        return "its softmax has a sink: its weights add up to less than 1" if (totals < 1).all() else ""
+        is_sink = bool((totals < 1).all())
+        return (
+            "its softmax has a sink: its weights add up to less than 1" if is_sink else CHANGED_VALUES * _changes_values(trial)
+        )
     logits, expected = (_centred(x.log(), visible) for x in (weights, right))
     if are_close(logits, expected * (logits * expected).sum() / expected.square().sum()):
         return ""
@@ -345,9 +354,33 @@ def beyond(trial: Trial) -> str:
     return "before the softmax, it changes queries, keys or scores, as a norm, positions or a soft-cap do"
 
 
+def _changes_values(trial: Trial) -> bool:
+    """Whether the outputs are the definition's for other values, or times a gate. Each is one token's own: no other token moves it.
+
+    The other values of a function do not depend on queries and keys either.
+    """
+
+    def changed(case: Case) -> tuple[Tensor, Tensor]:
+        outcome, weights = trial.outcome(case), answer(trial.outcome(case).inputs).weights
+        output = torch.empty(0) if outcome.output is None else outcome.output.double()
+        return torch.linalg.solve(weights, output), output / answer(outcome.inputs).output
+
+    with suppress(RuntimeError):  # singular weights, or another shape
+        (values, gates), (others, same) = map(changed, (SIMPLE, OTHERS["token"]))
+        if are_close(same[..., :-1, :], gates[..., :-1, :], is_loose=True):
+            return True
+        is_own = are_close(others[..., :-1, :], values[..., :-1, :], is_loose=True) and not are_close(
+            others, values, is_loose=True
+        )
+        is_layer = trial.subject.is_layer
+        return is_own and (is_layer or are_close(changed(Case("other queries and keys", low=0.0))[0], values, is_loose=True))
+    return False
+
+
 def sums(trial: Trial) -> tuple[Tensor | None, str]:
     """Return the sum of the weights of each query, and over what else they add up to 1. None: the sums are unknown."""
     weights = _weights(_determined(trial, trial.outcomes[SIMPLE]))
+    weights = answer(trial.outcomes[SIMPLE].inputs).weights if weights is None and _changes_values(trial) else weights
     over: dict[str, Any] = {"the queries": -2, "the heads": 1, "the batch": 0, "all scores": (-2, -1)}
     totals = {} if weights is None else {name: weights.sum(axis) for name, axis in over.items()}
     other = next((name for name, total in totals.items() if are_close(total, torch.ones_like(total))), "")

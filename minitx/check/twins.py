@@ -271,7 +271,7 @@ class _Comparison:
             return
         for hidden in (slice(1, 3), slice(0, 2)):  # inside, and on the left
             keep = keep_mask(tokens, hidden).to(tokens.device)
-            places = {"position_ids": (keep.cumsum(-1) - 1).clamp(min=0)} if "position_ids" in ours.names else {}
+            places = {"position_ids": (keep.cumsum(-1) - 1).clamp(min=0)} if "position_ids" in ours.arguments.names else {}
             given, inverted, plain = (_answer(port, tokens, mask) for mask in (keep, ~keep, None))
             expected, moved = (self.trace(self.changes, keep, **options).output for options in ({}, places))
             sides = (given, expected), (inverted, expected), (given, plain), (given, moved)
