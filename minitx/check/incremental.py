@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitx.check.called_model import keep_mask, returned_cache
 from minitx.check.calling import NotTriedError, OutputShapeError, fault_text, need
-from minitx.check.examination import Examination
+from minitx.check.model_examination import Examination
+from minitx.check.model_interface import keep_mask, returned_cache
 from minitx.check.properties import Gap
 from minitx.check.results import FRAGILE, WRONG
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minitx.check.called_model import CalledModel, CannotBeCalledError, keep_mask, make_called
-from minitx.check.catalogue import CATALOGUE, MEASURED, Pair
+from minitx.check.model_interface import CalledModel, CannotBeCalledError, keep_mask, make_called
+from minitx.check.port_mistakes import CATALOGUE, MEASURED, Pair
 from minitx.check.properties import Gap, compare, rounding
 from minitx.check.results import Check, Finding, Report, Severity, Status
 from minitx.check.tensor_trace import Change, Trace, Wide, matched

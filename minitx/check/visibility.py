@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minitx.check.called_model import Stream, keep_mask
 from minitx.check.calling import need
-from minitx.check.examination import SHARE, Examination
+from minitx.check.model_examination import SHARE, Examination
+from minitx.check.model_interface import Stream, keep_mask
 from minitx.check.properties import Gap
 from minitx.check.results import FAILED, FRAGILE, NOTE, WRONG
 

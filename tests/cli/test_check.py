@@ -306,7 +306,7 @@ WORDS = (
 @pytest.mark.parametrize("words", WORDS)
 def test_the_command_that_repeats_a_finding_has_every_word_that_changes_the_check(words, monkeypatch):
     given = {}
-    monkeypatch.setattr("minitx.check.language_models.check_model", lambda model, **options: given.update(options))
+    monkeypatch.setattr("minitx.check.model_checks.check_model", lambda model, **options: given.update(options))
     config = compose_program(check.CheckConfig, [word if "=" in word else f"target={word}" for word in words])
     check._model_report(None, config, None)
     assert shlex.split(given["repeat"]) == ["minitx-check", *words]

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minitx.check.called_model import WithoutDropout, keep_mask
 from minitx.check.calling import NotTriedError, copied, fault_text, is_refusal, need, parts_of
-from minitx.check.examination import Examination
+from minitx.check.model_examination import Examination
+from minitx.check.model_interface import WithoutDropout, keep_mask
 from minitx.check.properties import compare, rounding
 
 PAST_256 = 320

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from minitx.check.calling import QKV, NotTriedError
 from minitx.check.cases import BLIND, BLIND_MOVED, CASES, CAUSAL, OTHERS, SIMPLE, Case, Operands, Outcome, results_of
+from minitx.check.layers_and_functions import AXES_2, AXES_3, HEADS_FIRST, Subject, Way
 from minitx.check.mutants import DEFINITION, MUTANTS, Mutant, attention_in_steps
-from minitx.check.subjects import AXES_2, AXES_3, HEADS_FIRST, Subject, Way
 
 Mistakes = tuple[Mutant, ...]
 
@@ -25,6 +25,8 @@ LOOSE = 1e-4
 
 TIGHT = 2e-6
 """The tolerance of ordinary cases in float64."""
+
+NO_SCORES = Case("other queries and keys", low=0.0)
 
 NONE = 1e-9
 """The weight, as a share of the largest of its query, of a key that is hidden."""
@@ -355,25 +357,26 @@ def beyond(trial: Trial) -> str:
 
 
 def _changes_values(trial: Trial) -> bool:
-    """Whether the outputs are the definition's for other values, or times a gate. Each is one token's own: no other token moves it.
+    """Whether the outputs are the definition's times a gate, or for other values. No other token moves the gate or value of a token.
 
     The other values of a function do not depend on queries and keys either.
     """
 
     def changed(case: Case) -> tuple[Tensor, Tensor]:
-        outcome, weights = trial.outcome(case), answer(trial.outcome(case).inputs).weights
-        output = torch.empty(0) if outcome.output is None else outcome.output.double()
-        return torch.linalg.solve(weights, output), output / answer(outcome.inputs).output
+        """The gates and the other values."""
+        outcome = trial.outcome(case)
+        expected = answer(outcome.inputs)
+        output, right = (torch.empty(0) if x is None else x.double() for x in (outcome.output, expected.output))
+        return output / right, torch.linalg.solve(expected.weights, output)
+
+    def are_equal(got: Tensor, want: Tensor, end: int | None = -1) -> bool:
+        return are_close(got[..., :end, :], want[..., :end, :], is_loose=True)
 
     with suppress(RuntimeError):  # singular weights, or another shape
-        (values, gates), (others, same) = map(changed, (SIMPLE, OTHERS["token"]))
-        if are_close(same[..., :-1, :], gates[..., :-1, :], is_loose=True):
-            return True
-        is_own = are_close(others[..., :-1, :], values[..., :-1, :], is_loose=True) and not are_close(
-            others, values, is_loose=True
-        )
-        is_layer = trial.subject.is_layer
-        return is_own and (is_layer or are_close(changed(Case("other queries and keys", low=0.0))[0], values, is_loose=True))
+        (gates, values), (other_gates, other_values) = map(changed, (SIMPLE, OTHERS["token"]))
+        is_own = are_equal(other_values, values) and not are_equal(other_values, values, None)
+        is_own = is_own and (trial.subject.is_layer or are_equal(changed(NO_SCORES)[1], values, None))
+        return is_own or are_equal(other_gates, gates)
     return False
 
 

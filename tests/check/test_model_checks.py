@@ -29,7 +29,7 @@ from minitx.check import (
     assert_rows_are_independent,
     check_model,
 )
-from minitx.check.language_models import PROPERTIES
+from minitx.check.model_checks import PROPERTIES
 from minitx.config import TransformerConfig
 from minitx.nn import DecoderLM, Encoder, EncoderDecoder, VisionTransformer
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from minitx.check.called_model import CalledModel
 from minitx.check.calling import NotTriedError, copied, fault_text, need, parts_of
-from minitx.check.examination import Examination
+from minitx.check.model_examination import Examination
+from minitx.check.model_interface import CalledModel
 from minitx.check.properties import Gap, compare, rounding
 
 # --- gradients

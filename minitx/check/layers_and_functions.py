@@ -359,8 +359,8 @@ class AttentionLayer(Subject):
         yield from ((layout, Inner(*parts)) for parts in product(counts, (True, False), {False, is_fused}, [None], orders))
         groups = [(heads, group) for heads in counts for group in range(1, heads) if heads % group == 0]
         groups = [(heads, group) for heads, group in groups if self.width + 2 * group * (self.width // heads) in sizes]
-        parts = product(groups, (True, False), (False, True))
-        yield from ((layout, Inner(heads, *rest, group)) for (heads, group), *rest in parts)
+        for (heads, group), is_batch_first, is_per_head in product(groups, (True, False), (False, True)):
+            yield layout, Inner(heads, is_batch_first, is_per_head, group)
 
     def refuse(self, way: Way, case: Case) -> None:
         is_own = not (case.kv_heads or case.value_width or case.low is not None)
