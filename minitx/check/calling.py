@@ -125,19 +125,13 @@ def ways(
 
     Args:
         inputs: the arguments to try for the inputs, by role. forms: the forms of the inputs to try, such as an order of axes.
-        values: (another argument, form) -> the values to try for it. None of them: it is not passed.
+        values: (another argument, form) -> the values to try for it, the most likely first. None of them: it is not passed.
     """
     for roles, form in product(inputs, forms):
-        tried = {name: values(name, form) for name in arguments.names if name not in roles.values()}
-        for chosen in choices({name: candidates for name, candidates in tried.items() if candidates}):
-            yield roles, form, chosen
-
-
-def choices(candidates: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
-    """Yield each choice of one value for each argument, the most likely first: those that stand early among the candidates."""
-    numbered = [enumerate(values) for values in candidates.values()]
-    for chosen in sorted(product(*numbered), key=lambda chosen: sum(n for n, _ in chosen)):
-        yield dict(zip(candidates, (value for _, value in chosen), strict=True))
+        free = [name for name in arguments.names if name not in roles.values() and values(name, form)]
+        numbered = [enumerate(values(name, form)) for name in free]
+        for chosen in sorted(product(*numbered), key=lambda chosen: sum(place for place, _ in chosen)):
+            yield roles, form, dict(zip(free, (value for _, value in chosen), strict=True))
 
 
 def first_that_works(values: Iterable[T], call: Callable[[T], Any], faults: dict[str, None]) -> T | None:

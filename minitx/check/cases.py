@@ -67,11 +67,6 @@ class Case:
         """Return the stable id."""
         return stable_id(self.name)
 
-    @property
-    def may_raise(self) -> bool:
-        """Return whether it counts as not tried if it raises: it is in no stage, and larger than a batch of one."""
-        return not self.stage and (self.batch > 1 or self.rows > SIMPLE.rows)
-
 
 SIMPLE = Case("plain", 1)
 BLIND = Case("a query that sees nothing", 3, mask="nothing", is_extreme=True)

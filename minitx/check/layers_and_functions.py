@@ -53,19 +53,17 @@ class Layout:
     masks: Sequence[str] = FOUR_AXES
 
 
-def _whole(x: Tensor) -> Tensor:
-    return x.transpose(1, 2).flatten(2)
-
-
 HEADS_FIRST = Layout("(B, H, L, D)", lambda x: x, lambda x, heads: x)
 AXES_3 = Layout("(B, L, D)", lambda x: x.flatten(0, 1), lambda x, heads: x.unflatten(0, (-1, heads)), THREE_AXES)
 LENGTH_FIRST = Layout("(B, L, H, D)", lambda x: x.transpose(1, 2), lambda x, heads: x.transpose(1, 2))
 AXES_2 = Layout("(L, D)", lambda x: x[0, 0], lambda x, heads: x[None, None], ("--LS",))  # one call for each sequence and head
 LAYER_AXES = (*FOUR_AXES[:3], "NHLS", *FOUR_AXES[3:])
-WHOLE = Layout("(B, L, H·D)", _whole, lambda x, heads: x.unflatten(2, (heads, -1)).transpose(1, 2))
+WHOLE = Layout(
+    "(B, L, H·D)", lambda x: x.transpose(1, 2).flatten(2), lambda x, heads: x.unflatten(2, (heads, -1)).transpose(1, 2)
+)
 LAYER = Layout("(B, L, E)", WHOLE.put, WHOLE.take, LAYER_AXES)
 LAYER_LENGTH_FIRST = Layout(
-    "(L, B, E)", lambda x: _whole(x).transpose(0, 1), lambda x, heads: WHOLE.take(x.transpose(0, 1), heads), LAYER_AXES
+    "(L, B, E)", lambda x: WHOLE.put(x).transpose(0, 1), lambda x, heads: WHOLE.take(x.transpose(0, 1), heads), LAYER_AXES
 )
 
 
