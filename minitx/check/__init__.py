@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from minitx.config.lazy import on_first_use
 
 if TYPE_CHECKING:
-    from minitx.check.calls import check_attention
-    from minitx.check.language_models import (
+    from minitx.check.attention_checks import check_attention
+    from minitx.check.model_checks import (
         assert_cache_changes_nothing,
         assert_causal,
         assert_deterministic,

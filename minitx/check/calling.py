@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # documented in torc
 
 T = TypeVar("T")
 Device = torch.device | str
+Roles = Mapping[str, str]
 Module = TypeVar("Module", bound=nn.Module)
 
 ROLE_NAMES = {
@@ -60,7 +61,7 @@ class Arguments:
     required: tuple[str, ...]
     positional: tuple[str, ...]
     defaults: Mapping[str, Any]
-    roles: Mapping[str, str]
+    roles: Roles
 
     def named(self, *roles: str) -> str | None:
         """Return the argument with the first of these roles that there is."""
@@ -104,11 +105,33 @@ def _with_roles(names: Sequence[str], defaults: Mapping[str, Any], positional: S
     return Arguments(tuple(names), required, tuple(positional), defaults, roles)
 
 
-def choices(candidates: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
-    """Yield each choice of one value for each argument, the most likely first: those that stand early among the candidates."""
-    numbered = [enumerate(values) for values in candidates.values()]
-    for chosen in sorted(product(*numbered), key=lambda chosen: sum(n for n, _ in chosen)):
-        yield dict(zip(candidates, (value for _, value in chosen), strict=True))
+def read_adapter(call: Callable[..., Any], must: str, *roles: str) -> Arguments:
+    """Return the arguments of an adapter after its first, the subject. They have these roles; the last may be left out.
+
+    Raises:
+        ValueError: it takes more or fewer. ``must`` shows what it must take.
+    """
+    given = read_arguments(call).names
+    names = given[1:]
+    if not given or len(roles) - len(names) not in (0, 1):
+        raise ValueError(f"call={call.__name__} must take {must}, or no mask, got ({', '.join(given)})")
+    return Arguments(names, names, names, {}, dict(zip(roles, names, strict=False)))
+
+
+def ways(
+    arguments: Arguments, inputs: Iterable[Roles], forms: Iterable[T], values: Callable[[str, T], Sequence[Any]]
+) -> Iterator[tuple[Roles, T, dict[str, Any]]]:
+    """Yield ways to call anything, the most likely first: the argument of each input, the form of the inputs, and other arguments.
+
+    Args:
+        inputs: the arguments to try for the inputs, by role. forms: the forms of the inputs to try, such as an order of axes.
+        values: (another argument, form) -> the values to try for it, the most likely first. None of them: it is not passed.
+    """
+    for roles, form in product(inputs, forms):
+        free = [name for name in arguments.names if name not in roles.values() and values(name, form)]
+        numbered = [enumerate(values(name, form)) for name in free]
+        for chosen in sorted(product(*numbered), key=lambda chosen: sum(place for place, _ in chosen)):
+            yield roles, form, dict(zip(free, (value for _, value in chosen), strict=True))
 
 
 def first_that_works(values: Iterable[T], call: Callable[[T], Any], faults: dict[str, None]) -> T | None:

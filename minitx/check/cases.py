@@ -31,7 +31,7 @@ class Case:
         spread: a factor on the scores. small: a factor on the values.
         low: the score of visible keys, approximately, or exactly with a mask. None: random scores.
         hidden: a number that is added to hidden values, or to all values with the mask "nothing". NaN: hidden keys are NaN, too.
-        other: the part that has other numbers than in the plain case: "sequence", "head" or "" (none).
+        other: the part that has other numbers than in the plain case: "sequence", "head", "token" or "" (none).
         is_reused: whether the same tensors are passed twice, with other numbers in the first call.
         is_extreme: whether a function that is correct in theory may fail.
         dtypes: the dtypes of the inputs. Default: the dtype of the whole check.
@@ -67,17 +67,14 @@ class Case:
         """Return the stable id."""
         return stable_id(self.name)
 
-    @property
-    def may_raise(self) -> bool:
-        """Return whether it counts as not tried if it raises: it is in no stage, and larger than a batch of one."""
-        return not self.stage and (self.batch > 1 or self.rows > SIMPLE.rows)
-
 
 SIMPLE = Case("plain", 1)
 BLIND = Case("a query that sees nothing", 3, mask="nothing", is_extreme=True)
 BLIND_MOVED = Case("other hidden values where a query sees nothing", 3, mask="nothing", hidden=100.0, is_extreme=True)
 CAUSAL = Case("causal", 4, is_causal=True)
-OTHERS = {"sequence": Case("second sequence", other="sequence"), "head": Case("last head", other="head")}
+OTHERS = {
+    part: Case(f"{place} {part}", other=part) for part, place in {"sequence": "second", "head": "last", "token": "last"}.items()
+}
 HALF = tuple(
     Case(f"{name}{' with a mask' if mask else ''}", 5, mask=mask, is_extreme=True, dtypes=(dtype,))
     for name, dtype in (("float16", torch.float16), ("bfloat16", torch.bfloat16))
@@ -229,7 +226,7 @@ def drawn(case: Case, heads: int = HEADS, width: int = WIDTH, kind: str = "cells
     query, key, value = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     query, value = query * case.spread, value * case.small
     for tensor in (query, key, value) if case.other else ():
-        part = tensor[:, -1] if case.other == "head" else tensor[1]
+        part = {"sequence": tensor[1], "head": tensor[:, -1], "token": tensor[:, :, -1]}[case.other]
         part.copy_(part.flip(-1) + 1.5)
     allowed = _mask(case, kind, generator) if case.mask else case.allowed
     hidden = ~allowed.any(2)[..., None] if allowed is not None and case.mask else torch.zeros(B, 1, S, 1, dtype=torch.bool)

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitx.check.called_model import keep_mask, returned_cache
 from minitx.check.calling import NotTriedError, OutputShapeError, fault_text, need
-from minitx.check.examination import Examination
+from minitx.check.model_examination import Examination
+from minitx.check.model_interface import keep_mask, returned_cache
 from minitx.check.properties import Gap
 from minitx.check.results import FRAGILE, WRONG
 
@@ -67,7 +67,7 @@ class _Pieces:
         for end in [*cuts, L]:
             piece = {**inputs, stream.name: tokens[:, start:end].contiguous()}
             options: dict[str, Any] = {} if cache is None else {str(called.cache): cache}
-            options |= {"use_cache": True} if "use_cache" in called.names else {}
+            options |= {"use_cache": True} if "use_cache" in called.arguments.names else {}
             options |= {key: value[:, start:end] for key, value in extra.items()}
             # most models need the whole mask; minitx's cache stores its earlier part
             starts = [] if keep is None else [0, start][: 1 + (start > 0)]

@@ -21,9 +21,12 @@ from __future__ import annotations
 import json
 import re
 import textwrap
+import tomllib
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from pathlib import Path
+from typing import Any
 
 WIDTH = 100
 """The width of a list in the table, in characters."""
@@ -175,6 +178,21 @@ class Report:
             yield "points", f"{self.points[0]} of {self.points[1]} in stage {self.stage}"
         if self.mend_first is not None and len([f for f in self.findings if f.severity != Severity.NOTE]) > 1:
             yield "mend first", self.mend_first.fault
+
+
+FINDINGS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("findings.toml").read_text(encoding="utf-8"))
+"""The findings by their ids. Without a severity, a finding depends on the declaration."""
+
+
+def finding(key: str, severity: Severity | None = None, **words: Any) -> Finding:
+    """Return the finding ``key`` of ``findings.toml``, with ``words`` in its id and its sentences.
+
+    >>> finding("few-axes", few="(L, D)", many="(B, H, L, D)", also="").fault
+    'checked with (L, D): with (B, H, L, D), it runs and gives another result'
+    """
+    sentences = {name: sentence.format(**words) for name, sentence in FINDINGS[key].items()}
+    usual = sentences.pop("severity", severity or NOTE)
+    return Finding(key.format(**words), Severity(usual), **sentences)
 
 
 def stable_id(name: str) -> str:

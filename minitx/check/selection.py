@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from minitx.check.cases import Case, Outcome
-from minitx.check.findings import finding
-from minitx.check.results import FAILED, FRAGILE, NOT_TRIED, PASSED, WRONG, Check, Finding
-from minitx.check.search import Trial, answer, dependences, fits, fits_all
+from minitx.check.diagnosis import Trial, answer, dependences, fits, fits_all
+from minitx.check.results import FAILED, FRAGILE, NOT_TRIED, PASSED, WRONG, Check, Finding, finding
 
 SEVEN, LONG = Case("seven tokens", rows=7, keys=7, batch=1), Case("130 tokens", rows=130, keys=130, batch=1)
 

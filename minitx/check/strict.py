@@ -28,9 +28,9 @@ from torch import Tensor
 
 from minitx.check.calling import QKV, Device, MaskForm
 from minitx.check.cases import Case, by_definition, kernel_cases
+from minitx.check.layers_and_functions import HEADS_FIRST, Layout, Subject, Way
 from minitx.check.reference import dtype_name, gradient_sizes, tolerance
 from minitx.check.results import FAILED, NOT_TRIED, PASSED, WRONG, Check, Finding
-from minitx.check.subjects import HEADS_FIRST, Layout, Subject, Way
 
 
 class _AsGiven(MaskForm):

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minitx.check.called_model import CalledModel, CannotBeCalledError, keep_mask, make_called
-from minitx.check.catalogue import CATALOGUE, MEASURED, Pair
+from minitx.check.model_interface import CalledModel, CannotBeCalledError, keep_mask, make_called
+from minitx.check.port_mistakes import CATALOGUE, MEASURED, Pair
 from minitx.check.properties import Gap, compare, rounding
 from minitx.check.results import Check, Finding, Report, Severity, Status
 from minitx.check.tensor_trace import Change, Trace, Wide, matched
@@ -271,7 +271,7 @@ class _Comparison:
             return
         for hidden in (slice(1, 3), slice(0, 2)):  # inside, and on the left
             keep = keep_mask(tokens, hidden).to(tokens.device)
-            places = {"position_ids": (keep.cumsum(-1) - 1).clamp(min=0)} if "position_ids" in ours.names else {}
+            places = {"position_ids": (keep.cumsum(-1) - 1).clamp(min=0)} if "position_ids" in ours.arguments.names else {}
             given, inverted, plain = (_answer(port, tokens, mask) for mask in (keep, ~keep, None))
             expected, moved = (self.trace(self.changes, keep, **options).output for options in ({}, places))
             sides = (given, expected), (inverted, expected), (given, plain), (given, moved)

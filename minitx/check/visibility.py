@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minitx.check.called_model import Stream, keep_mask
 from minitx.check.calling import need
-from minitx.check.examination import SHARE, Examination
+from minitx.check.model_examination import SHARE, Examination
+from minitx.check.model_interface import Stream, keep_mask
 from minitx.check.properties import Gap
 from minitx.check.results import FAILED, FRAGILE, NOTE, WRONG
 
@@ -196,7 +196,7 @@ def reach(exam: Examination) -> None:
         has_order = not exam.gap(exam.called.answer(swapped)[:, -1], exam.base[:, -1]).is_rounding
     if not has_order:
         exam.note("no-order")
-    elif "position_ids" in exam.called.names:
+    elif "position_ids" in exam.called.arguments.names:
         exam.attempt("reach/positions", partial(_positions, exam))
     elif "relative" in exam.expect:
         judged = "padding on the left judges it" if exam.called.stream.form else "it takes no mask"
@@ -316,7 +316,7 @@ class _Padding:
             if exam.unseen(self.stream, keep, inner)[1].is_rounding:
                 return exam.note("{source}reads-{side}-edge", side=side, edge="last" if edge else "first", **words)
         taken = {stream.mask for stream in exam.called.streams}
-        for other in (other for other in exam.called.names if "mask" in other and other not in taken):
+        for other in (other for other in exam.called.arguments.names if "mask" in other and other not in taken):
             with suppress(Exception):  # this argument takes another form
                 options = {other: self.stream.form.write(keep.to(exam.called.device))}
                 if exam.unseen(self.stream, keep, ~keep, **options)[1].is_rounding:
@@ -339,7 +339,7 @@ class _Padding:
             return
         advice = "Count positions from the first real token: mask.cumsum(-1) - 1."
         severity = WRONG if "relative" in exam.expect else NOTE
-        if not gap.is_rounding and "position_ids" in exam.called.names:
+        if not gap.is_rounding and "position_ids" in exam.called.arguments.names:
             severity, advice = FRAGILE, "position_ids do not fix it."
             with suppress(Exception):
                 if self._gap_alone(keep, exam.inputs, **exam.called.counted(keep)).is_rounding:
@@ -353,7 +353,7 @@ class _Padding:
 def documents(exam: Examination) -> None:
     """The second of two documents in one row gives the same output as alone."""
     called = exam.called
-    names = [name for name in ("document_ids", "position_ids", "seq_idx") if name in called.names]
+    names = [name for name in ("document_ids", "position_ids", "seq_idx") if name in called.arguments.names]
     is_plain = not called.why_without_positions and len(called.streams) == 1
     need(is_plain and names, "no argument for documents was found")
     stream, places = called.stream, exam.places.to(called.device)

@@ -123,7 +123,7 @@ def _code_report(subject: Any, config: CheckConfig, adapter: Any) -> Report:
     """Return the report on the subject that the file defines."""
     from torch.nn import Module
 
-    from minitx.check.calls import check_attention
+    from minitx.check.attention_checks import check_attention
 
     made = _instance_of(subject, config.target)
     is_model = _is_whole_model(made)
@@ -149,7 +149,7 @@ def _code_report(subject: Any, config: CheckConfig, adapter: Any) -> Report:
 
 
 def _model_report(model: Any, config: CheckConfig, adapter: Any) -> Report:
-    from minitx.check.language_models import check_model
+    from minitx.check.model_checks import check_model
 
     if sys.stderr.isatty():  # some seconds without output follow
         sys.stderr.write(f"checking {type(model).__name__} ...\n")

@@ -12,7 +12,7 @@ from torch import nn
 
 import minitx.check
 from minitx.check import Severity, check_attention, check_model
-from minitx.check.findings import FINDINGS
+from minitx.check.results import FINDINGS
 
 
 class Model(nn.Module):
@@ -110,7 +110,7 @@ def test_a_function_of_whole_rows_gets_the_number_of_heads():
 
 def test_each_finding_of_the_table_is_found_somewhere():
     folder = Path(minitx.check.__file__).parent
-    text = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py") if path.name != "findings.py")
+    text = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py") if path.name != "results.py")
     assert [key for key in FINDINGS if f'"{key}"' not in text] == []
     used = set(re.findall(r'(?:finding|note|failed|demand)\([^"\n]*?(?:, )?"([a-z0-9{}-]+-[a-z0-9{}-]+)"', text))
     assert used and used <= {*FINDINGS}

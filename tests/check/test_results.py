@@ -5,7 +5,7 @@ import json
 import pytest
 
 from minitx.check import Check, Finding, Report, Severity, Status, check_attention, mutant
-from minitx.check.calls import BLIND_GRADIENT
+from minitx.check.attention_checks import BLIND_GRADIENT
 from minitx.check.cases import CASES, DRAWS
 from minitx.check.mutants import MUTANTS
 from minitx.check.results import stable_id

@@ -232,6 +232,51 @@ def test_a_layer_that_is_more_than_the_definition_is_described(extra):
     assert check.status == Status.NOT_TRIED and "softmax" in check.reason
 
 
+DESCRIBED = {
+    "values times a vector": lambda weights, v, x: weights @ (v * torch.linspace(0.5, 1.5, 8)),
+    "values through a function": lambda weights, v, x: weights @ F.silu(v),
+    "values times a gate of their token": lambda weights, v, x: weights @ (v * x.sigmoid()),
+    "outputs times a gate of their token": lambda weights, v, x: (weights @ v) * x.sigmoid(),
+}
+DIFFERENT = {
+    "values times a gate of all tokens": lambda weights, v, x: weights @ (v * v.mean(2, keepdim=True).sigmoid()),
+    "values of the token before": lambda weights, v, x: weights @ F.silu(v.roll(1, 2)),
+    "other weights": lambda weights, v, x: weights.square() @ F.silu(v),
+}
+
+
+class GatedHeads(Layer):
+    """A layer whose values or outputs are changed one by one, without a further product."""
+
+    def __init__(self, gate):
+        super().__init__("")
+        self.mix = (DESCRIBED | DIFFERENT)[gate]
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        heads = x.unflatten(-1, (4, 8)).transpose(1, 2)
+        return self.proj(self.mix((q @ k.mT * 8**-0.5).softmax(-1), v, heads).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("gate", [*DESCRIBED, *DIFFERENT])
+def test_values_and_outputs_that_only_their_own_token_changes_are_described_and_others_differ(gate):
+    report = check_attention(GatedHeads(gate))
+    expected = {"more-than-the-definition": "note"} if gate in DESCRIBED else {"differs": "wrong"}
+    assert severities(report) == expected and report.exit_code == (gate in DIFFERENT), str(report)
+
+
+def test_a_function_that_changes_each_value_is_described_and_one_that_mixes_keys_into_the_values_differs():
+    def changed(q, k, v):
+        return (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v.tanh()
+
+    def with_keys(q, k, v):
+        return (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ (v + k[..., : v.shape[-1]])
+
+    report = check_attention(changed)
+    assert severities(report) == {"more-than-the-definition": "note"} and report.exit_code == 0, str(report)
+    assert check_attention(with_keys).exit_code == 1
+
+
 def test_a_layer_whose_weights_do_not_add_up_to_1_is_fragile():
     report = check_attention(Layer("no softmax"))
     assert severities(report) == {"more-than-the-definition": "note", "sums-of-weights": "fragile"}, str(report)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from minitx.check import Status, twin
-from minitx.check.catalogue import with_values
+from minitx.check.port_mistakes import with_values
 from minitx.check.tensor_trace import Change, Trace
 from minitx.cli.check import main
 

@@ -146,7 +146,7 @@ def test_help_says_that_the_file_runs_and_shows_every_key_and_its_meaning(progra
     (["mine.py:in_one_tuple", "call=nowhere"], "mine.py does not define nowhere"),
     (["mine.py:in_one_tuple", "call=number"], "call=number must be a function, got int"),
     (["mine.py:in_one_tuple", "call=made"], "call=made must take (function, query, key, value, mask), or no mask, got ()"),
-    (["model.py:ReadsDict", "call=leaky"], "call=leaky does not call ReadsDict: it must take (model, input_ids, keep), or no mask, got ()"),
+    (["model.py:ReadsDict", "call=leaky"], "call=leaky must take (model, input_ids, keep), or no mask, got ()"),
     (["model=.", "call=adapter"], "call=adapter needs a file, because model= has none: call=FILE.py:adapter"),
     (["mine.py:right", "strict=true", "call=adapter"], "cannot be combined"),
     (["mine.py:right", "stag=3"], "did you mean stage?"),
@@ -306,7 +306,7 @@ WORDS = (
 @pytest.mark.parametrize("words", WORDS)
 def test_the_command_that_repeats_a_finding_has_every_word_that_changes_the_check(words, monkeypatch):
     given = {}
-    monkeypatch.setattr("minitx.check.language_models.check_model", lambda model, **options: given.update(options))
+    monkeypatch.setattr("minitx.check.model_checks.check_model", lambda model, **options: given.update(options))
     config = compose_program(check.CheckConfig, [word if "=" in word else f"target={word}" for word in words])
     check._model_report(None, config, None)
     assert shlex.split(given["repeat"]) == ["minitx-check", *words]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minitx.check import Status, check_model
-from minitx.check.language_models import PROPERTIES
+from minitx.check.model_checks import PROPERTIES
 from tests.interop.families import BESIDE, NAMES, QUICK, build
 
 pytest.importorskip("transformers")

@@ -54,6 +54,38 @@ def test_a_layer_of_grouped_heads_is_compared_with_the_definition():
     assert [finding.id for finding in tiled.findings] == ["grouped-heads-tiled"] and tiled.exit_code == 1, str(tiled)
 
 
+class FusedGroups(nn.Module):
+    """Self-attention of 4 heads with fewer key heads. One projection has all queries, then all keys and values, or each group's."""
+
+    def __init__(self, key_heads, is_by_group, fault=""):
+        super().__init__()
+        self.num_heads, self.key_heads, self.is_by_group, self.fault = 4, key_heads, is_by_group, fault
+        self.qkv, self.out = nn.Linear(32, 32 + 16 * key_heads), nn.Linear(32, 32)
+
+    def forward(self, x):
+        sizes = [32, 8 * self.key_heads, 8 * self.key_heads]
+        projected = self.qkv(x)
+        q, k, v = (part.unflatten(-1, (-1, 8)) for part in projected.split(sizes, -1))
+        if self.is_by_group:
+            groups = projected.unflatten(-1, (self.key_heads, -1, 8))
+            q, k, v = groups[..., :-2, :].flatten(2, 3), groups[..., -2, :], groups[..., -1, :]
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        count = 4 // self.key_heads
+        k, v = (part.repeat(1, count, 1, 1) if "tiled" in self.fault else part.repeat_interleave(count, 1) for part in (k, v))
+        out = F.scaled_dot_product_attention(q, k, v, scale=1.0 if self.fault == "no-scale" else None)
+        return self.out(out.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("is_by_group", [False, True])
+@pytest.mark.parametrize(
+    ("key_heads", "fault"), [(1, ""), (2, ""), (1, "no-scale"), (2, "no-scale"), (2, "grouped-heads-tiled")]
+)
+def test_a_fused_projection_with_fewer_key_heads_is_compared_with_the_definition(key_heads, is_by_group, fault):
+    report = check_attention(FusedGroups(key_heads, is_by_group, fault))
+    assert found(report) == [fault] * bool(fault), str(report)
+    assert by_id(report)["plain"].status == (Status.FAILED if fault else Status.PASSED)
+
+
 class GatedValues(Grouped):
     """Causal self-attention. A gate of the input multiplies the values before, or the output after."""
 

@@ -27,27 +27,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from minitx.check import backward, behaviour, incremental, visibility
-from minitx.check.called_model import CannotBeCalledError, make_called
-from minitx.check.examination import Examination, StopError
+from minitx.check import incremental, loss_and_gradients, modes_and_sizes, visibility
+from minitx.check.model_examination import Examination, StopError
+from minitx.check.model_interface import CannotBeCalledError, make_called
 from minitx.check.results import Check, Finding, Report, Severity, Status
 
 PROPERTIES: dict[str, Callable[[Examination], None]] = {
-    "weights": behaviour.weights,
-    "determinism": behaviour.determinism,
+    "weights": modes_and_sizes.weights,
+    "determinism": modes_and_sizes.determinism,
     "rows": visibility.rows,
     "causality": visibility.causality,
     "reach": visibility.reach,
     "padding": visibility.padding,
-    "sizes": behaviour.sizes,
+    "sizes": modes_and_sizes.sizes,
     "cache": incremental.cache,
     "documents": visibility.documents,
-    "switches": behaviour.switches,
-    "loss": backward.loss,
-    "gradient": backward.gradient,
-    "train-mode": behaviour.train_mode,
-    "bfloat16": behaviour.bfloat16,
-    "compile": behaviour.compiled,
+    "switches": modes_and_sizes.switches,
+    "loss": loss_and_gradients.loss,
+    "gradient": loss_and_gradients.gradient,
+    "train-mode": modes_and_sizes.train_mode,
+    "bfloat16": modes_and_sizes.bfloat16,
+    "compile": modes_and_sizes.compiled,
 }
 """The properties by the words of ``only``, in the order to fix mistakes."""
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minitx.check.called_model import WithoutDropout, keep_mask
 from minitx.check.calling import NotTriedError, copied, fault_text, is_refusal, need, parts_of
-from minitx.check.examination import Examination
+from minitx.check.model_examination import Examination
+from minitx.check.model_interface import WithoutDropout, keep_mask
 from minitx.check.properties import compare, rounding
 
 PAST_256 = 320
@@ -168,7 +168,7 @@ SWITCHES = r"(output|return|need)_\w+"
 def switches(exam: Examination) -> None:
     """Asking for more results, such as weights, changes nothing."""
     called = exam.called
-    names = [name for name in called.names if re.fullmatch(SWITCHES, name)]
+    names = [name for name in called.arguments.names if re.fullmatch(SWITCHES, name)]
     if hasattr(called.config, "output_attentions") and "output_attentions" not in names:
         names.append("output_attentions")  # transformers reads it from **kwargs
     need(names, "no argument for further results was found")

@@ -18,17 +18,16 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from minitx.check import search
+from minitx.check import diagnosis
 from minitx.check.calling import DoesNotApplyError
 from minitx.check.cases import BLIND, BLIND_MOVED, CASES, DRAWS, HALF, SIMPLE, Case, Outcome, by_definition
-from minitx.check.findings import finding
+from minitx.check.diagnosis import Expected, Mistakes, Trial, are_close, dependences
+from minitx.check.layers_and_functions import AttentionLayer, Subject, Way, instance_of, make_subject
 from minitx.check.mutants import MUTANTS, Mutant
 from minitx.check.reference import dtype_name, tolerance
-from minitx.check.results import FAILED, FRAGILE, NOT_TRIED, NOTE, PASSED, WRONG, Check, Finding, Report
-from minitx.check.search import Expected, Mistakes, Trial, are_close, dependences
+from minitx.check.results import FAILED, FRAGILE, NOT_TRIED, NOTE, PASSED, WRONG, Check, Finding, Report, finding
 from minitx.check.selection import check_selection
 from minitx.check.strict import check_cases, compared, findings_of
-from minitx.check.subjects import AdaptedFunction, AttentionLayer, Subject, Way, instance_of, make_subject
 
 EXERCISE_STAGES = (1, 2, 3, 4, 5)
 """The stages of a graded exercise: plain; masks; queries without a visible key; wide values and causal; half precision and large scores."""
@@ -90,8 +89,7 @@ def check_attention(
         function, made = instance_of(function)
 
     def report_in(dtype: torch.dtype) -> Report:
-        adapted = None if call is None else AdaptedFunction(function, call, dtype, device, seed)
-        return _examined(adapted or make_subject(function, device, dtype, seed), mask, stage, name, made)
+        return _examined(make_subject(function, device, dtype, seed, call), mask, stage, name, made)
 
     report = report_in(dtype)
     has_infinity = any(check.size == torch.inf for check in report.with_status(FAILED))
@@ -100,7 +98,7 @@ def check_attention(
         is_better = len(narrow.with_status(FAILED)) < len(report.with_status(FAILED))
         report = narrow if narrow.called_as and (is_better or not report.called_as) else report
     if not report.called_as and call is None and isinstance(function, nn.Module) and (mask, stage) == (None, None):
-        from minitx.check.language_models import check_model
+        from minitx.check.model_checks import check_model
 
         as_model = check_model(function, seed=seed, device=device)  # more than the definition, such as a gate
         mixes = all(found.id != "sees-no-other" for found in as_model.findings)
@@ -130,12 +128,12 @@ def _examined(subject: Subject, mask: str | None, stage: int | None, name: str, 
         found = finding("random", training="training=self.training" if is_module else "training=False")
         return report(subject.describe(way), untried(found), [found])
     faults = dict[str, None]()
-    trial = search.diagnose(search.trials(subject, mask, faults))
+    trial = diagnosis.diagnose(diagnosis.trials(subject, mask, faults))
     if trial is None:
         found = _uncalled(subject, list(faults))
         return report("", untried(found), [found])
     if trial.mistakes is not None:
-        trial.mistakes += search.further_mistakes(trial, trial.mistakes)
+        trial.mistakes += diagnosis.further_mistakes(trial, trial.mistakes)
     cases = CASES if stage else (*CASES, *DRAWS)
     trial.run(cases[len(CASES) :])
     verdicts, taken_as = _Verdicts(trial, mask), ""
@@ -147,7 +145,7 @@ def _examined(subject: Subject, mask: str | None, stage: int | None, name: str, 
         checks += [Check(f"argument {n}", NOT_TRIED, reasons.get(n, "no case uses it")) for n in unused]
         selections = [check_selection(trial, name) for name in limits]
         if selections:
-            search.answer.cache_clear()  # the results of long rows are large
+            diagnosis.answer.cache_clear()  # the results of long rows are large
         checks += [check for check, _ in selections]
         findings += [(found, set[str]()) for _, several in selections for found in several]
         taken_as = "; ".join(check.reason for check, _ in selections if check.status == PASSED)
@@ -193,7 +191,7 @@ class _Verdicts:
     def __init__(self, trial: Trial, meaning: str | None) -> None:
         self.trial, self.meaning = trial, meaning
         self.subject, self.outcomes = trial.subject, trial.outcomes
-        self.beyond = "" if trial.mistakes else search.beyond(trial)
+        self.beyond = "" if trial.mistakes else diagnosis.beyond(trial)
 
     # --- checks
 
@@ -210,7 +208,7 @@ class _Verdicts:
 
     def _sums(self) -> Check:
         """The check of the sums of the weights, which judges where the definition does not. A sink makes them less than 1."""
-        totals, other = search.sums(self.trial)
+        totals, other = diagnosis.sums(self.trial)
         if totals is None:
             return Check(SUMS, NOT_TRIED, "the sums of the weights are unknown")
         text = f"they add up to {totals.min():.2g} to {totals.max():.2g}" + f", and to 1 over {other}" * bool(other)
@@ -238,7 +236,7 @@ class _Verdicts:
         return Check(case.id, FAILED if reason else PASSED, reason, size)
 
     def _difference(self, outcome: Outcome) -> float | None:
-        expected = search.answer(outcome.inputs).output
+        expected = diagnosis.answer(outcome.inputs).output
         if outcome.output is None or expected is None or outcome.output.shape != expected.shape:
             return None
         return (outcome.output.double() - expected).abs().nan_to_num(torch.inf).max().item()
@@ -258,7 +256,7 @@ class _Verdicts:
         judged = [outcome for case, outcome in self.outcomes.items() if not case.dtypes and case is not BLIND_MOVED]
         failed = [outcome for outcome in judged if not self.trial.passes(outcome)]
         if (mistakes := self.trial.mistakes) is not None:
-            explained = [o for o in failed if search.fits(o, mistakes)]
+            explained = [o for o in failed if diagnosis.fits(o, mistakes)]
             yield from self._named([o for o in failed if o.output is not None or o in explained], mistakes)
             failed = [o for o in failed if o not in explained]
         yield from self._unexplained(failed)
@@ -306,7 +304,7 @@ class _Verdicts:
 
     def _shown(self, mutant: Mutant, failed: list[Outcome]) -> list[Outcome]:
         """The failed outcomes that this mistake alone makes wrong, or all if it shows only with another mistake."""
-        return [o for o in failed if _differ(search.answer(o.inputs, (mutant,)), search.answer(o.inputs))] or failed
+        return [o for o in failed if _differ(diagnosis.answer(o.inputs, (mutant,)), diagnosis.answer(o.inputs))] or failed
 
     def _unexplained(self, failed: list[Outcome]) -> Iterator[Placed]:
         """Yield a finding for outcomes that no mutant explains."""
@@ -350,7 +348,7 @@ class _Verdicts:
     def _weights(self) -> Iterator[Placed]:
         """Yield a finding if the returned weights did not produce the output."""
         for outcome in self.trial.ordinary:
-            right = search.answer(outcome.inputs).weights
+            right = diagnosis.answer(outcome.inputs).weights
             if outcome.weights is None or outcome.weights.numel() != right.numel():
                 continue
             got = outcome.weights.reshape(right.shape).double()
@@ -364,7 +362,7 @@ class _Verdicts:
         if (wide := self.trial.wide) is not None:
             few, many = self.trial.way.layout.name, wide.way.layout.name
             plain = [o for c, o in wide.outcomes.items() if not (c.is_extreme or c.mask or c.is_causal or c.kv_heads)]
-            names = [f"with {many}: {m.name}" for m in MUTANTS if search.fits_all(plain, (m,))]
+            names = [f"with {many}: {m.name}" for m in MUTANTS if diagnosis.fits_all(plain, (m,))]
             yield finding("few-axes", few=few, many=many, also="".join(names[:1])), set()
 
 

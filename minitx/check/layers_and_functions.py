@@ -21,7 +21,6 @@ from minitx.check.calling import (
     NotTriedError,
     ReturnError,
     Watch,
-    choices,
     copied,
     need,
 )
@@ -54,19 +53,17 @@ class Layout:
     masks: Sequence[str] = FOUR_AXES
 
 
-def _whole(x: Tensor) -> Tensor:
-    return x.transpose(1, 2).flatten(2)
-
-
 HEADS_FIRST = Layout("(B, H, L, D)", lambda x: x, lambda x, heads: x)
 AXES_3 = Layout("(B, L, D)", lambda x: x.flatten(0, 1), lambda x, heads: x.unflatten(0, (-1, heads)), THREE_AXES)
 LENGTH_FIRST = Layout("(B, L, H, D)", lambda x: x.transpose(1, 2), lambda x, heads: x.transpose(1, 2))
 AXES_2 = Layout("(L, D)", lambda x: x[0, 0], lambda x, heads: x[None, None], ("--LS",))  # one call for each sequence and head
 LAYER_AXES = (*FOUR_AXES[:3], "NHLS", *FOUR_AXES[3:])
-WHOLE = Layout("(B, L, H·D)", _whole, lambda x, heads: x.unflatten(2, (heads, -1)).transpose(1, 2))
+WHOLE = Layout(
+    "(B, L, H·D)", lambda x: x.transpose(1, 2).flatten(2), lambda x, heads: x.unflatten(2, (heads, -1)).transpose(1, 2)
+)
 LAYER = Layout("(B, L, E)", WHOLE.put, WHOLE.take, LAYER_AXES)
 LAYER_LENGTH_FIRST = Layout(
-    "(L, B, E)", lambda x: _whole(x).transpose(0, 1), lambda x, heads: WHOLE.take(x.transpose(0, 1), heads), LAYER_AXES
+    "(L, B, E)", lambda x: WHOLE.put(x).transpose(0, 1), lambda x, heads: WHOLE.take(x.transpose(0, 1), heads), LAYER_AXES
 )
 
 
@@ -77,13 +74,15 @@ class Inner:
     Attributes:
         heads: the number of heads.
         is_batch_first: whether the rows of a product are (B, L), not (L, B).
-        is_per_head: whether a fused projection stores query, key and value of each head next to each other.
+        is_per_head: whether a fused projection stores each key head with its value and its queries, not all queries first.
+        kv_heads: the number of key heads in a fused projection. None: as many as heads.
         order: the place of query, key and value among the projections. None: by their names, or else in order.
     """
 
     heads: int = HEADS
     is_batch_first: bool = True
     is_per_head: bool = False
+    kv_heads: int | None = None
     order: tuple[int, ...] | None = None
 
 
@@ -126,7 +125,7 @@ class Subject:
     Args:
         function: the function or module to call.
         dtype: the dtype of the inputs. device: the device of the inputs.
-        seed: the seed of the inputs.
+        seed: the seed of the inputs. call: the caller's adapter. None: the function itself is called.
 
     Attributes:
         width: the width of all heads.
@@ -138,10 +137,16 @@ class Subject:
     mask_axes: Sequence[str] = ()
     meanings: Sequence[MaskForm] = MEANINGS
 
-    def __init__(self, function: Any, dtype: torch.dtype, device: Device, seed: int) -> None:
+    def __init__(
+        self, function: Any, dtype: torch.dtype, device: Device, seed: int, call: Callable[..., Any] | None = None
+    ) -> None:
         self.function, self.dtype, self.device, self.seed = function, dtype, device, seed
-        self.name = getattr(function, "__name__", type(function).__name__)
+        self.name = getattr(call or function, "__name__", type(function).__name__)
         self.arguments = calling.read_arguments(function)
+        if call is not None:
+            self.arguments = calling.read_adapter(call, "(function, query, key, value, mask)", *QKV, "mask")
+            self.function = partial(call, function)
+            self.layouts, self.mask_axes, self.meanings = (HEADS_FIRST,), ("B1LS",), MEANINGS[:1]
         self.mask = self.arguments.named("kept", "mask", "padding")
         self.is_for_padding = self.mask is not None and self.mask == self.arguments.named("padding")
         self.causal = self.arguments.named("causal")
@@ -170,20 +175,21 @@ class Subject:
 
     def ways(self) -> Iterator[Way]:
         """Yield ways to call it without a mask, the most likely first."""
-        arguments = self.arguments
-        for order, (layout, inner) in product(self.orders(), self.places()):
-            width, heads = self.width // inner.heads, inner.heads
-            known = {"heads": heads, "width": width, "embed": self.width, "dropout": 0.0, "causal": False}
-            roles = {name: arguments.role_of(name) for name in arguments.required if name not in order.values()}
-            guesses = (None, *OF_KEYS, width, heads, self.width)
-            tried = {name: (known.get(role),) if role else guesses for name, role in roles.items()}
-            if layout is WHOLE:
-                tried[arguments.roles["heads"]] = (heads,)
-            limits = {name: (None, *OF_KEYS) for name in self.without_role() if is_limit(arguments.defaults[name])}
-            for values in choices(tried | limits):
-                fixed = {name: value for name, value in values.items() if name not in limits or value}  # None: the default
-                guessed = tuple(name for name in fixed if arguments.role_of(name) is None)
-                yield Way(order, fixed, guessed, layout, self.mask, causal=self.causal, inner=inner)
+        for order, (layout, inner), fixed in calling.ways(self.arguments, self.orders(), self.places(), self._values):
+            fixed = {name: value for name, value in fixed.items() if value is not None or name in self.arguments.required}
+            guessed = tuple(name for name in fixed if self.arguments.role_of(name) is None)
+            yield Way(order, fixed, guessed, layout, self.mask, causal=self.causal, inner=inner)
+
+    def _values(self, name: str, form: tuple[Layout, Inner]) -> Sequence[Any]:
+        """Values to try for an argument without an input. None leaves an optional argument out."""
+        (layout, inner), role = form, self.arguments.role_of(name)
+        width, heads = self.width // inner.heads, inner.heads
+        known = {"heads": heads, "width": width, "embed": self.width, "dropout": 0.0, "causal": False}
+        if name in self.arguments.required:
+            return (known.get(role),) if role else (None, *OF_KEYS, width, heads, self.width)
+        if layout is WHOLE and role == "heads":
+            return (heads,)
+        return (None, *OF_KEYS) if role is None and is_limit(self.arguments.defaults[name]) else ()
 
     def mask_ways(self, way: Way, meaning: str | None) -> Iterator[Way]:
         """Yield a way for each form of a mask. ``meaning``: "keep" or "hide", the only meaning to try."""
@@ -322,25 +328,6 @@ def reused(call: Callable[[dict[str, Tensor]], Any], tensors: Mapping[str, Tenso
     return call({name: tensor.copy_(tensors[name].detach()) for name, tensor in again.items()})
 
 
-class AdaptedFunction(Subject):
-    """A function or module that the caller's adapter calls: (function, query, key, value), and a bool mask if it takes one."""
-
-    layouts, mask_axes, meanings = (HEADS_FIRST,), ("B1LS",), MEANINGS[:1]
-
-    def __init__(self, function: Any, call: Callable[..., Any], dtype: torch.dtype, device: Device, seed: int) -> None:
-        function = copied(function).to(device, dtype).eval() if isinstance(function, nn.Module) else function
-        adapted: dict[int, Callable[..., Any]] = {
-            4: lambda query, key, value: call(function, query, key, value),
-            5: lambda query, key, value, mask: call(function, query, key, value, mask),
-        }
-        names = calling.read_arguments(call).names
-        if len(names) not in adapted:
-            must = "must take (function, query, key, value, mask), or no mask"
-            raise ValueError(f"call={call.__name__} {must}, got ({', '.join(names)})")
-        super().__init__(adapted[len(names)], dtype, device, seed)
-        self.name = call.__name__
-
-
 class AttentionLayer(Subject):
     """A module with projections of queries, keys and values. Its attention is the part between its products with parameters."""
 
@@ -362,11 +349,16 @@ class AttentionLayer(Subject):
     def places(self) -> Iterator[tuple[Layout, Inner]]:
         stated = [count for count in self._attributes("heads") if count > 0 and self.width % count == 0][:1]
         counts = stated or [count for count in (1, 2, 3, 4, 6, 8, 12, 16) if self.width % count == 0]
-        is_fused = any(size == len(QKV) * self.width for p in self.matrices.values() for size in p.shape)
+        sizes = {size for p in self.matrices.values() for size in p.shape}
+        is_fused = len(QKV) * self.width in sizes
         has_order = is_fused or _by_names(list(self.matrices)) is not None
         orders = [None] if has_order else list(permutations(range(len(QKV))))
         layout = LAYER if getattr(self.module, "batch_first", True) else LAYER_LENGTH_FIRST
-        yield from ((layout, Inner(*parts)) for parts in product(counts, (True, False), {False, is_fused}, orders))
+        yield from ((layout, Inner(*parts)) for parts in product(counts, (True, False), {False, is_fused}, [None], orders))
+        groups = [(heads, group) for heads in counts for group in range(1, heads) if heads % group == 0]
+        groups = [(heads, group) for heads, group in groups if self.width + 2 * group * (self.width // heads) in sizes]
+        for (heads, group), is_batch_first, is_per_head in product(groups, (True, False), (False, True)):
+            yield layout, Inner(heads, is_batch_first, is_per_head, group)
 
     def refuse(self, way: Way, case: Case) -> None:
         is_own = not (case.kv_heads or case.value_width or case.low is not None)
@@ -392,7 +384,7 @@ class AttentionLayer(Subject):
             on_cpu = tuple(gradient.cpu() for gradient in gradients)
             self.products[key] = watched.seen, Outcome(case, inputs, output, gradients=on_cpu, changed=changed)
         products, outcome = self.products[key]
-        query, keys, value, output = _heads([*products, ("", outcome.output, outcome.output)], way.inner, self.width, case)
+        query, keys, value, output = _heads(products, outcome.output, way.inner, self.width, case)
         return replace(outcome, inputs=replace(inputs, query=query, key=keys, value=value), output=output)
 
     def idle_parameters(self) -> list[str]:
@@ -436,15 +428,16 @@ def _output_and_weights(result: Any, shape: torch.Size) -> tuple[Tensor, Tensor 
     raise ReturnError(f"it returns {shapes}, not {tuple(shape)}")
 
 
-def _heads(products: list[Product], inner: Inner, width: int, case: Case) -> list[Tensor]:
-    """Query, key, value and the output of attention, from the products with parameters, and the layer's output as the last."""
-    *before, (_, mixed, _) = products[:-1]
+def _heads(products: list[Product], output: Any, inner: Inner, width: int, case: Case) -> list[Tensor]:
+    """Query, key, value and the output of attention, from the products with parameters and the layer's output."""
+    *before, (_, mixed, last) = products or [("", output, output)]
     mixed_inner, pieces = inner, _projected_parts(before, inner, width)
-    if len(pieces) != len(QKV) or any(mixed.equal(read) for _, read, _ in before):  # there may be no output projection
-        mixed_inner, mixed = replace(inner, is_batch_first=True), products[-1][2]
-        pieces = _projected_parts(products[:-1], inner, width)
+    is_input = any(mixed.equal(read) for _, read, _ in before)
+    if is_input or (len(pieces) != len(QKV) and not last.flatten().equal(output.flatten())):  # there is no output projection
+        mixed_inner, mixed = replace(inner, is_batch_first=True), output
+        pieces = _projected_parts(products, inner, width)
     if len(pieces) != len(QKV):
-        seen = ", ".join(f"{name} {tuple(result.shape)}" for name, _, result in products[:-1])
+        seen = ", ".join(f"{name} {tuple(result.shape)}" for name, _, result in products)
         raise ValueError(f"expected three projections and an output, got: {seen or 'no product with a parameter'}")
     order = inner.order or _by_names([name for name, _ in pieces]) or range(len(QKV))
     lengths = case.rows, case.keys, case.keys
@@ -456,10 +449,13 @@ def _projected_parts(products: list[Product], inner: Inner, width: int) -> list[
     """The projections. Fused projections are split."""
     pieces: list[tuple[str, Tensor]] = []
     for name, _, result in products:
+        group, size = inner.kv_heads or inner.heads, width // inner.heads
         count, rest = divmod(result.shape[-1], width)
         parts = [result] if rest or not count else list(result.split(width, dim=-1))
-        if inner.is_per_head and count == len(QKV):
-            parts = [part.flatten(-2) for part in result.unflatten(-1, (inner.heads, count, -1)).unbind(-2)]
+        if (inner.is_per_head or inner.kv_heads) and result.shape[-1] == width + 2 * group * size:
+            by_head = result.unflatten(-1, (group, -1, size)).split([inner.heads // group, 1, 1], dim=-2)
+            in_order = result.split([width, group * size, group * size], dim=-1)
+            parts = [part.flatten(-3) for part in by_head] if inner.is_per_head else list(in_order)
         pieces += [(name, part) for part in parts]
     return pieces
 
@@ -478,13 +474,17 @@ def _split(piece: Tensor, inner: Inner, batch: int, length: int, width: int) -> 
     return rows.unflatten(-1, (-1, width // inner.heads)).transpose(1, 2).detach().cpu()
 
 
-def make_subject(function: Any, device: Device, dtype: torch.dtype, seed: int) -> Subject:
-    """Return the function or layer with its arguments read.
+def make_subject(
+    function: Any, device: Device, dtype: torch.dtype, seed: int, call: Callable[..., Any] | None = None
+) -> Subject:
+    """Return the function or layer with its arguments, or those of the adapter ``call``, read.
 
     Raises:
         ValueError, TypeError: ``function`` does not compute attention. The message explains why.
     """
     kind, is_module = type(function).__name__, isinstance(function, nn.Module)
+    if call is not None:
+        return Subject(copied(function).to(device, dtype).eval() if is_module else function, dtype, device, seed, call)
     if not callable(function):
         raise TypeError(f"check_attention needs a function, a class or a module, got {kind}")
     embedding = [name for name, m in function.named_modules() if isinstance(m, nn.Embedding)] if is_module else []
@@ -511,12 +511,16 @@ def instance_of(cls: type[Any]) -> tuple[Any, str]:
     """
     arguments = calling.read_arguments(cls)
     known = {"heads": HEADS, "width": WIDTH, "embed": HEADS * WIDTH, "dropout": 0.0}
-    guesses = (HEADS * WIDTH, HEADS, WIDTH, 0.0, None)
-    roles = {name: arguments.role_of(name) for name in arguments.required}
-    sizes = {name: (known[role],) if role in known else guesses for name, role in roles.items()}
-    tried = sorted(choices(sizes), key=lambda values: len(values) - len(set(values.values())))
+
+    def values(name: str, form: Any) -> Sequence[Any]:
+        role = arguments.role_of(name)
+        sizes = (known[role],) if role in known else (HEADS * WIDTH, HEADS, WIDTH, 0.0, None)
+        return sizes if name in arguments.required else ()
+
+    tried = [chosen for _, _, chosen in calling.ways(arguments, [{}], [None], values)]
+    tried.sort(key=lambda chosen: len(chosen) - len(set(chosen.values())))
     faults: dict[str, None] = {}
-    chosen = calling.first_that_works(tried[:100], lambda values: cls(**values), faults)
+    chosen = calling.first_that_works(tried[:100], lambda chosen: cls(**chosen), faults)
     if chosen is None:
         advice = f"pass an instance: write layer = {cls.__name__}(...) into the file, and check FILE.py:layer"
         raise ValueError(f"{cls.__name__} cannot be created: {next(iter(faults))}; {advice}")

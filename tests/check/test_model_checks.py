@@ -29,7 +29,7 @@ from minitx.check import (
     assert_rows_are_independent,
     check_model,
 )
-from minitx.check.language_models import PROPERTIES
+from minitx.check.model_checks import PROPERTIES
 from minitx.config import TransformerConfig
 from minitx.nn import DecoderLM, Encoder, EncoderDecoder, VisionTransformer
 
@@ -339,9 +339,16 @@ def test_an_adapter_calls_a_model_that_no_trying_reaches_and_what_it_does_not_pa
     assert inverted.mend_first.id == "mask-inverted" and inverted.exit_code == 1, str(inverted)
 
 
-@pytest.mark.parametrize("call", [lambda model: model, lambda model, ids: model(ids), lambda model, ids, keep: None])
-def test_a_bad_adapter_of_a_model_is_refused_in_one_sentence(call):
-    with pytest.raises(ValueError, match="does not call ReadsDict: "):
+@pytest.mark.parametrize(
+    ("call", "complaint"),
+    [
+        (lambda model: model, r"must take \(model, input_ids, keep\), or no mask, got \(model\)"),
+        (lambda model, ids: model(ids), "does not call ReadsDict: "),
+        (lambda model, ids, keep: None, "does not call ReadsDict: "),
+    ],
+)
+def test_a_bad_adapter_of_a_model_is_refused_in_one_sentence(call, complaint):
+    with pytest.raises(ValueError, match=complaint):
         check_model(ReadsDict(), call=call)
 
 

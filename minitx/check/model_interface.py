@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,11 +16,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from minitx.check import calling
-from minitx.check.calling import Arguments, Device, MaskForm, ReturnError, choices, copied, invoke, parts_of, read_arguments
+from minitx.check.calling import Arguments, Device, MaskForm, copied, parts_of
 
 NUM_ROWS = 3
 TRIED_LENGTHS = (12, 16, 32, 64, 128, 8, 5, 10, 7, 9, 6, 4, 3, 2)
 """Numbers of tokens to try, in this order: some models need whole blocks, some read only a few."""
+
+TOKENS = "tokens"
+"""In place of the value of an argument: the tokens of the last stream."""
 
 TRIES = 300
 """The number of ways to try."""
@@ -51,7 +54,7 @@ class Stream:
     mask: str | None = None
     width: int | None = None
     form: MaskForm | None = None
-    why_unmasked: str = "no argument for a mask was found, so rows of one batch must have one length"
+    why_unmasked: str = ""
 
 
 @dataclass
@@ -59,10 +62,10 @@ class CalledModel:
     """A model, and the way to call it.
 
     Attributes:
-        names: the names of the arguments. positional: those that cannot be passed by name.
+        arguments: the arguments of the model, or of the caller's adapter.
         streams: the sequences of tokens. The output belongs to the last stream. Empty: the model reads images.
         picture: the argument for images, their channels and their side.
-        same: further arguments that get the tokens of the last stream. empty: required arguments that are None.
+        fixed: further arguments: ``TOKENS`` for the tokens of the last stream, or None.
         cache: the argument for a cache. call: the caller's adapter. None: the model itself is called.
         has_positions: whether the output is (B, L, ...).
         prepended: the number of output positions before the tokens, such as virtual tokens of prompt tuning. They are left out.
@@ -74,14 +77,12 @@ class CalledModel:
     """
 
     model: nn.Module
-    names: tuple[str, ...]
+    arguments: Arguments
     generator: torch.Generator
     device: torch.device
-    positional: tuple[str, ...] = ()
     streams: tuple[Stream, ...] = ()
     picture: tuple[str, int, int] | None = None
-    same: tuple[str, ...] = ()
-    empty: tuple[str, ...] = ()
+    fixed: dict[str, Any] = field(default_factory=dict)
     cache: str | None = None
     call: Callable[..., Any] | None = None
     has_positions: bool = True
@@ -149,7 +150,7 @@ class CalledModel:
     def counted(self, keep: Tensor) -> dict[str, Any]:
         """Return ``position_ids`` that count the real tokens of ``keep`` (B, L), or nothing for a model that does not take them."""
         positions = (keep.long().cumsum(-1) - 1).clamp(min=0).to(self.device)
-        return {"position_ids": positions} if "position_ids" in self.names else {}
+        return {"position_ids": positions} if "position_ids" in self.arguments.names else {}
 
     # --- calls
 
@@ -164,7 +165,7 @@ class CalledModel:
 
     def run(self, inputs: Mapping[str, Tensor], keep: Mapping[str, Tensor] | None = None, **options: Any) -> Any:
         """Call the model and return its raw result. ``keep`` has a bool mask (B, L) for each stream, True = a real token."""
-        arguments: dict[str, Any] = {**dict.fromkeys(self.empty), **inputs}
+        arguments: dict[str, Any] = {**self.fixed, **inputs}
         arguments |= {name: x.to(self.floats()) for name, x in inputs.items() if x.is_floating_point()}
         for stream in self.streams:
             if keep is not None and stream.name in keep:
@@ -172,13 +173,12 @@ class CalledModel:
                 arguments[stream.mask] = stream.form.write(keep[stream.name].to(self.device))
             if self.is_length_first:
                 arguments[stream.name] = arguments[stream.name].transpose(0, 1)
-        for name in self.same:
-            arguments[name] = arguments[self.stream.name]
-        arguments |= {"use_cache": False} if "use_cache" in self.names else {}
+        arguments |= {name: arguments[self.stream.name] for name, value in self.fixed.items() if value == TOKENS}
+        arguments |= {"use_cache": False} if "use_cache" in self.arguments.names else {}
         function = self.model if self.call is None else partial(self.call, self.model)
         if self.call is not None and self.streams and (mask := self.stream.mask) and arguments[mask] is None:
             arguments[mask] = torch.ones(inputs[self.stream.name].shape[:2], dtype=torch.bool, device=self.device)
-        result, changed = invoke(function, arguments | options, self.positional)
+        result, changed = calling.invoke(function, arguments | options, self.arguments.positional)
         self.changed.update(changed)
         return result
 
@@ -244,7 +244,7 @@ class CalledModel:
         if hasattr(self.model, "make_cache"):
             return True
         with suppress(Exception):
-            options: dict[str, Any] = {"use_cache": True} if "use_cache" in self.names else {}
+            options: dict[str, Any] = {"use_cache": True} if "use_cache" in self.arguments.names else {}
             return returned_cache(self.run(self.draw(), **options), str(self.cache)) is not None
         return False
 
@@ -259,8 +259,9 @@ class CalledModel:
             forms[stream.name] = f"({axes}{'' if stream.width is None else f', {stream.width}'})"
             if stream.mask is not None and stream.form is not None:
                 forms[stream.mask] = str(stream.form).replace("S", "L")
-        listed = ", ".join([*forms, *self.same])
-        forms |= {same: f"= {self.stream.name}" for same in self.same if same != "targets"}
+        same = [name for name, value in self.fixed.items() if value == TOKENS]
+        listed = ", ".join([*forms, *same])
+        forms |= {name: f"= {self.stream.name}" for name in same if name != "targets"}
         length = f"{self.prepended} + L" if self.prepended else "L"
         forms["output"] = f"({axes.replace('L', length)}, ·)" if self.has_positions else "(B, ·)"
         return f"{name}({listed}): {'; '.join(' '.join(form) for form in forms.items())}"
@@ -277,28 +278,28 @@ def make_called(
     generator = torch.Generator().manual_seed(seed)
     model = copied(model).to(device, dtype).eval()
     fill_zeros(model, generator)
-    if call is not None and len(given := read_arguments(call).names) not in (2, 3):
-        raise CannotBeCalledError(f"it must take (model, input_ids, keep), or no mask, got ({', '.join(given)})")
-    arguments = read_arguments(model if call is None else partial(call, model))
-    names = arguments.names
+    arguments = (
+        calling.read_arguments(model) if call is None else calling.read_adapter(call, "(model, input_ids, keep)", "x", "mask")
+    )
     takes_all = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
     if call is None and takes_all and _stated(getattr(model, "config", None), "use_cache") is not None:
-        names = tuple(dict.fromkeys((*names, "use_cache")))
+        arguments = replace(arguments, names=tuple(dict.fromkeys((*arguments.names, "use_cache"))))
     where = next((p.device for p in model.parameters()), torch.device(device))
-    called = CalledModel(model, names, generator, where, arguments.positional, cache=arguments.named("cache"), call=call)
+    called = CalledModel(model, arguments, generator, where, cache=arguments.named("cache"), call=call)
     called.vocabulary, called.usable = _vocabulary(model)
     pads = (_stated(called.config, "pad_token_id"), *(table.padding_idx for table in _tables(model)))
     called.pad = next((pad for pad in pads if isinstance(pad, int) and pad >= 0), None)
     faults: dict[str, None] = {}
-    candidate = calling.first_that_works(islice(_ways(called, arguments), TRIES), _check_output, faults)
+    candidate = calling.first_that_works(islice(_ways(called), TRIES), _check_output, faults)
     if candidate is None:
         raise CannotBeCalledError("; ".join(list(faults)[:3]) or "no argument for tokens or images was found")
     if not candidate.streams:
         candidate.has_positions = False
         return candidate
     output, L = candidate.answer(candidate.draw()), candidate.stream.length
-    if "targets" in candidate.names and output.dim() == 3 and output.shape[1] == 1 < L:  # nanoGPT: all logits only with targets
-        candidate.same, output = ("targets",), replace(candidate, same=("targets",)).answer(candidate.draw())
+    if "targets" in arguments.names and output.dim() == 3 and output.shape[1] == 1 < L:  # nanoGPT: all logits only with targets
+        candidate.fixed["targets"] = TOKENS
+        output = candidate.answer(candidate.draw())
     shorter = _lengths(candidate)
     if output.shape[1:] == (L,) and shorter == (L - 1,):
         candidate.has_width, output = False, output.unsqueeze(-1)
@@ -311,7 +312,7 @@ def make_called(
 def _check_output(called: CalledModel) -> None:
     output = called.answer(called.draw())
     if output.dim() < 2 or output.shape[0] != NUM_ROWS:
-        raise ReturnError(f"the output has shape {tuple(output.shape)} for {NUM_ROWS} rows")
+        raise calling.ReturnError(f"the output has shape {tuple(output.shape)} for {NUM_ROWS} rows")
 
 
 def _lengths(called: CalledModel) -> tuple[int, ...]:
@@ -321,45 +322,43 @@ def _lengths(called: CalledModel) -> tuple[int, ...]:
     return ()
 
 
-def _materials(called: CalledModel) -> list[tuple[int | None, int]]:
+def _ways(called: CalledModel) -> Iterator[CalledModel]:
+    """Yield ways to call a model, the most likely first."""
+    arguments, model = called.arguments, called.model
+    first = next(iter(arguments.required or arguments.names), "")
+    ids, target, pixels = arguments.named("x") or first, arguments.named("target"), arguments.named("pixels")
+    if pixels is None and any(isinstance(m, nn.Conv2d) for m in model.modules()) and not _tables(model):
+        pixels = first
+    if pixels is not None and target is None and "input_ids" not in arguments.names:
+        side, channels = (_stated(called.config, name) for name in ("image_size", "num_channels"))
+        side = side[0] if isinstance(side, list | tuple) else side
+        stated = [(channels or 3, side)] if isinstance(side, int) else []
+        yield from (replace(called, picture=(pixels, *picture)) for picture in (*stated, *PICTURES))
+        return
+    mask, target_mask = arguments.named("kept", "padding", "mask"), arguments.named("target_padding", "target_mask")
+    roles, masks = {"x": ids}, {"x": target_mask if ids == target else mask, "target": target_mask}  # there are decoders alone
+    roles |= {} if target in (None, ids) else {"target": str(target)}
+    why = (
+        "call= takes no mask" if called.call else "no argument for a mask was found, so rows of one batch must have one length"
+    )
+
+    def values(name: str, form: tuple[int | None, int]) -> Sequence[Any]:
+        return (None, TOKENS) if name in arguments.required and name not in masks.values() else ()
+
+    for _, (width, length), chosen in calling.ways(arguments, [roles], _token_forms(called), values):
+        names = roles | ({"x": "inputs_embeds"} if width is not None and "inputs_embeds" in arguments.names else {})
+        lengths = {"x": length, "target": max(2, length - 3)}
+        streams = (Stream(name, lengths[role], masks[role], width, why_unmasked=why) for role, name in names.items())
+        yield replace(called, streams=tuple(streams), fixed=dict.fromkeys(arguments.required) | chosen)
+
+
+def _token_forms(called: CalledModel) -> list[tuple[int | None, int]]:
     """The widths of vectors (None: ids) and the numbers of tokens to try: vectors as the first modules read them."""
     attributes = ("in_features", "input_size", "embed_dim", "in_channels")
     found = (getattr(m, name, None) for m in called.model.modules() for name in attributes)
     widths = list(dict.fromkeys(width for width in found if isinstance(width, int)))[:4]
     lengths = [length for length in TRIED_LENGTHS if length <= (called.limit or length)]
     return list(product([*[None] * bool(_tables(called.model)), *widths] or [None], lengths))
-
-
-def _ways(called: CalledModel, arguments: Arguments) -> Iterator[CalledModel]:
-    """Yield ways to call a model, the most likely first."""
-    names, model = arguments.names, called.model
-    first = next(iter(arguments.required or names), "")
-    target = arguments.named("target")
-    pixels = arguments.named("pixels")
-    if pixels is None and any(isinstance(m, nn.Conv2d) for m in model.modules()) and not _tables(model):
-        pixels = first
-    if pixels is not None and target is None and "input_ids" not in names:
-        side, channels = (_stated(called.config, name) for name in ("image_size", "num_channels"))
-        side = side[0] if isinstance(side, list | tuple) else side
-        pictures = ([(channels or 3, side)] if isinstance(side, int) else []) + list(PICTURES)
-        yield from (replace(called, picture=(pixels, *picture)) for picture in pictures)
-        return
-    ids = arguments.named("x") or first
-    mask, target_mask = arguments.named("kept", "padding", "mask"), arguments.named("target_padding", "target_mask")
-    if ids == target:  # a decoder alone
-        target, mask = None, target_mask
-    if called.call is not None:
-        ids, target, mask = first, None, next(iter(names[1:]), None)
-    rest = [name for name in arguments.required if name not in (ids, target, mask, target_mask)]
-    for chosen in choices({"": _materials(called), **dict.fromkeys(rest, (False, True))}):
-        width, length = chosen.pop("")
-        name = "inputs_embeds" if width is not None and "inputs_embeds" in names else ids
-        source = Stream(name, length, mask, width)
-        source = replace(source, why_unmasked="call= takes no mask") if called.call else source
-        streams = (source,) if target is None else (source, Stream(target, max(2, length - 3), target_mask, width))
-        same = tuple(name for name, is_same in chosen.items() if is_same)
-        known = {*same, *(stream.name for stream in streams)}
-        yield replace(called, streams=streams, same=same, empty=tuple(name for name in arguments.required if name not in known))
 
 
 def keep_mask(tokens: Tensor, hidden: slice = slice(0)) -> Tensor:

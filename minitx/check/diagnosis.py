@@ -15,8 +15,8 @@ from torch import Tensor
 
 from minitx.check.calling import QKV, NotTriedError
 from minitx.check.cases import BLIND, BLIND_MOVED, CASES, CAUSAL, OTHERS, SIMPLE, Case, Operands, Outcome, results_of
+from minitx.check.layers_and_functions import AXES_2, AXES_3, HEADS_FIRST, Subject, Way
 from minitx.check.mutants import DEFINITION, MUTANTS, Mutant, attention_in_steps
-from minitx.check.subjects import AXES_2, AXES_3, HEADS_FIRST, Subject, Way
 
 Mistakes = tuple[Mutant, ...]
 
@@ -26,8 +26,14 @@ LOOSE = 1e-4
 TIGHT = 2e-6
 """The tolerance of ordinary cases in float64."""
 
+NO_SCORES = Case("other queries and keys", low=0.0)
+
 NONE = 1e-9
 """The weight, as a share of the largest of its query, of a key that is hidden."""
+
+CHANGED_VALUES = (
+    "its weights are those of the definition, but it multiplies or changes each value or output by itself, as a gate does"
+)
 
 MANY = 6
 """The number of ways of calling that are searched for two mistakes at once."""
@@ -59,7 +65,8 @@ class Trial:
         for case in cases:
             outcome = self.outcome(case)
             refusal = outcome.refusal
-            if outcome.output is None and case.may_raise and refusal is None:
+            is_optional = not case.stage and (case.batch > 1 or case.rows > SIMPLE.rows)  # in no stage, and not small
+            if outcome.output is None and is_optional and refusal is None:
                 refusal = NotTriedError(f"it raises {outcome.fault}")
             if refusal is None:
                 self.outcomes[case] = outcome
@@ -320,6 +327,8 @@ def beyond(trial: Trial) -> str:
         return ""
     failed = _determined(trial, failed)
     case, weights, right = failed.case, _weights(failed), answer(failed.inputs).weights
+    if weights is None and failed.case.id == SIMPLE.id and _changes_values(trial):
+        return CHANGED_VALUES
     if weights is None or are_close(weights, right) or weights[right == 0].abs().gt(TIGHT).any():
         return ""
     totals, visible = weights.sum(-1, keepdim=True), (weights.abs() > NONE * weights.abs().amax(-1, keepdim=True)) & (right > 0)
@@ -336,7 +345,10 @@ def beyond(trial: Trial) -> str:
     if (weights[visible] < 0).any() or not (are_close(totals, torch.ones_like(totals)) or are_close(weights, right * totals)):
         return "its outputs are not softmax weights times its values: weights do not add up to 1 or are negative, or it changes the values"
     if are_close(weights, right * totals):
-        return "its softmax has a sink: its weights add up to less than 1" if (totals < 1).all() else ""
+        is_sink = bool((totals < 1).all())
+        return (
+            "its softmax has a sink: its weights add up to less than 1" if is_sink else CHANGED_VALUES * _changes_values(trial)
+        )
     logits, expected = (_centred(x.log(), visible) for x in (weights, right))
     if are_close(logits, expected * (logits * expected).sum() / expected.square().sum()):
         return ""
@@ -345,9 +357,34 @@ def beyond(trial: Trial) -> str:
     return "before the softmax, it changes queries, keys or scores, as a norm, positions or a soft-cap do"
 
 
+def _changes_values(trial: Trial) -> bool:
+    """Whether the outputs are the definition's times a gate, or for other values. No other token moves the gate or value of a token.
+
+    The other values of a function do not depend on queries and keys either.
+    """
+
+    def changed(case: Case) -> tuple[Tensor, Tensor]:
+        """The gates and the other values."""
+        outcome = trial.outcome(case)
+        expected = answer(outcome.inputs)
+        output, right = (torch.empty(0) if x is None else x.double() for x in (outcome.output, expected.output))
+        return output / right, torch.linalg.solve(expected.weights, output)
+
+    def are_equal(got: Tensor, want: Tensor, end: int | None = -1) -> bool:
+        return are_close(got[..., :end, :], want[..., :end, :], is_loose=True)
+
+    with suppress(RuntimeError):  # singular weights, or another shape
+        (gates, values), (other_gates, other_values) = map(changed, (SIMPLE, OTHERS["token"]))
+        is_own = are_equal(other_values, values) and not are_equal(other_values, values, None)
+        is_own = is_own and (trial.subject.is_layer or are_equal(changed(NO_SCORES)[1], values, None))
+        return is_own or are_equal(other_gates, gates)
+    return False
+
+
 def sums(trial: Trial) -> tuple[Tensor | None, str]:
     """Return the sum of the weights of each query, and over what else they add up to 1. None: the sums are unknown."""
     weights = _weights(_determined(trial, trial.outcomes[SIMPLE]))
+    weights = answer(trial.outcomes[SIMPLE].inputs).weights if weights is None and _changes_values(trial) else weights
     over: dict[str, Any] = {"the queries": -2, "the heads": 1, "the batch": 0, "all scores": (-2, -1)}
     totals = {} if weights is None else {name: weights.sum(axis) for name, axis in over.items()}
     other = next((name for name, total in totals.items() if are_close(total, torch.ones_like(total))), "")

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from minitx.check.called_model import CalledModel
 from minitx.check.calling import NotTriedError, copied, fault_text, need, parts_of
-from minitx.check.examination import Examination
+from minitx.check.model_examination import Examination
+from minitx.check.model_interface import CalledModel
 from minitx.check.properties import Gap, compare, rounding
 
 # --- gradients
@@ -150,7 +150,7 @@ EXACT = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.f
 def loss(exam: Examination) -> None:
     """The loss is the mean over its own targets, and labels are shifted once."""
     called = exam.called
-    name = next((name for name in ("labels", "targets") if name in called.names), "")
+    name = next((name for name in ("labels", "targets") if name in called.arguments.names), "")
     is_of_ids = called.has_positions and len(called.streams) == 1 and called.stream.width is None
     need(name and is_of_ids and exam.base.shape[-1] >= called.vocabulary, "no argument for labels of tokens was found")
     labels = called.draw()[called.stream.name]
