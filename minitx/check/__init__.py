@@ -1,4 +1,13 @@
-"""Checks of any attention function, layer or model. They import torch only: models are passed in as objects."""
+"""Checks of any attention function, layer or model. They import torch only: models are passed in as objects.
+
+- ``check_attention``: ``calling`` finds a way to call the subject, ``cases`` has the calls, ``layers_and_functions`` runs them, ``diagnosis``
+  searches for the ``mutants`` that explain the outputs, and ``attention_checks`` has the verdicts.
+- ``check_model``: ``model_interface`` finds a way to call the model, ``model_examination`` measures it, and ``visibility``, ``incremental``,
+  ``modes_and_sizes`` and ``loss_and_gradients`` have the checks.
+- ``twin``: ``tensor_trace`` records both models, ``twins`` compares them, and ``port_mistakes`` has the mistakes to try.
+
+``results`` has the report of all three.
+"""
 
 from typing import TYPE_CHECKING
 
