@@ -16,7 +16,7 @@ from minitx.config.packages import package
 from minitx.config.schema import Count, Fraction, Natural, read, require
 from minitx.data.seeding import VALIDATION_SEED, Draw, generator
 from minitx.data.splits import Split, as_split
-from minitx.data.tables import column_of, divided, hold_out, labels_of, load_tables, share_of, texts_of
+from minitx.data.tables import checksum_of, column_of, divided, hold_out, labels_of, load_tables, share_of, texts_of
 from minitx.data.task import Batch, Task, VocabSize
 from minitx.data.tokenizer import Tokenizer, count_unknown, require_marks
 from minitx.data.tokenizer_choice import find_or_train_tokenizer
@@ -112,6 +112,7 @@ def classify(
             "majority_accuracy": majority_accuracy(train[1], val[1]),
             "bag_of_words_accuracy": bag_of_words_accuracy(words[0], train[1], words[1], val[1]),
         },
+        checksum=checksum_of(train[0], train[1].tolist(), val[0], val[1].tolist(), names),
     )
 
 
@@ -192,7 +193,8 @@ def images(
     (labels, val_labels), names = labels_of(tables, label_column)
     pictures = Pictures(tables[0], image_column, image_size)
     val = Pictures(tables[1], image_column, image_size, pictures), val_labels
-    return _image_task(f"data.path={path}", (pictures, labels), val, names, largest=255, shift=shift)
+    task = _image_task(f"data.path={path}", (pictures, labels), val, names, largest=255, shift=shift)
+    return replace(task, checksum=checksum_of(labels.tolist(), val_labels.tolist(), names))  # reading all pixels would take long
 
 
 def _image_task(name: str, train: Labelled, val: Labelled, names: tuple[str, ...], *, largest: int, shift: int) -> Task:

@@ -118,7 +118,7 @@ def masked(
     Raises:
         ConfigError: the text cannot be read or is too short, or the tokenizer has no mask.
     """
-    train, val, tokenizer, _ = tokenised(path, tokenizer, bpe_vocab_size, val_fraction, cache_dir, MASKED_MARKS)
+    train, val, tokenizer, record = tokenised(path, tokenizer, bpe_vocab_size, val_fraction, cache_dir, MASKED_MARKS)
     pad_id, mask_id = require_marks(tokenizer, *MASKED_MARKS)
     vocab_size = tokenizer.vocab_size
     plain = np.setdiff1d(np.arange(vocab_size), list(tokenizer.mark_ids.values()))
@@ -133,6 +133,7 @@ def masked(
         tokenizer=tokenizer,
         model_fields={"vocab_size": vocab_size, "pad_id": pad_id},
         baselines=lambda: {"unigram_perplexity": float(np.exp(unigram_nll(train.array, val.array, vocab_size)))},
+        checksum=record["tokens_sha256"],
     )
 
 
@@ -162,6 +163,7 @@ def _windows(path: str | None, context_len: int, val_fraction: float, tokens: To
         baselines=baselines,
         bits_per=bits_per(splits["val"]["tokens"], splits["val"]),
         floors=record["floors"] or {},
+        checksum=record["tokens_sha256"],
     )
 
 
@@ -485,7 +487,7 @@ def tokenised(
     Returns:
         The ids of training and of validation, the tokenizer, and the record in the JSON file. ``record["splits"][split]`` has
         the numbers of ``tokens``, ``characters``, ``bytes`` (UTF-8) and ``unknown`` tokens. ``record["floors"]`` is
-        ``ngram_floors`` of the splits.
+        ``ngram_floors`` of the splits, and ``record["tokens_sha256"]`` the checksum of the ids.
 
     Raises:
         ConfigError: the text is missing, not UTF-8, or too short to be split.

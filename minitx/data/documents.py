@@ -194,7 +194,7 @@ def hf(
     bits = bits_per(int(val.lengths.sum()), documents.counted)
     is_bucketed = bucket and not streaming
     task = task_of(name, train, val, documents.tokenizer, [end], is_bucketed, bits, left_out=documents.left_out)
-    return replace(task, first_id=first_id)
+    return replace(task, first_id=first_id, checksum=documents.checksum)
 
 
 def task_of(
@@ -233,6 +233,7 @@ class TokenisedDocuments(NamedTuple):
         tokenizer: the tokenizer of both.
         counted: the numbers of ``characters`` and ``bytes`` of validation.
         left_out: sentences about dropped documents, by split.
+        checksum: ``Task.checksum``.
     """
 
     train: Any
@@ -240,6 +241,7 @@ class TokenisedDocuments(NamedTuple):
     tokenizer: Tokenizer
     counted: dict[str, int]
     left_out: dict[str, list[str]]
+    checksum: str | None = None
 
 
 def _tokenised(
@@ -284,7 +286,7 @@ def _tokenised(
     train, val = (Ragged(tokens, np.cumsum(n) - n, n) for tokens, n in zip(ids, lengths_of.values(), strict=True))
     counts = zip(lengths_of.items(), _counts(tables, val_fraction), strict=True)
     left_out = {split: share_of(count - len(of_split), count, BLANK) for (split, of_split), count in counts}
-    return TokenisedDocuments(train, val, stored, record["splits"]["val"], left_out)
+    return TokenisedDocuments(train, val, stored, record["splits"]["val"], left_out, record["tokens_sha256"])
 
 
 def _counts(tables: list[Any], val_fraction: float) -> list[int]:

@@ -63,6 +63,8 @@ class Task:
         bits_per: for a language model, factors from nats per token to bits per ``byte`` and ``character``.
         floors: cross-entropies in nats of simple language models (``unigram``, ``bigram``), for comparison.
         recall: whether each row contains its answers.
+        checksum: a checksum of texts and labels, or None: unknown. A run resumes only on data with the same checksum. It must not
+            depend on the data's files, their cache, the process or the machine.
 
     >>> import numpy as np
     >>> from minitx.data.seeding import generator
@@ -101,6 +103,7 @@ class Task:
     bits_per: Mapping[str, float] = field(default_factory=dict)
     floors: Mapping[str, float] = field(default_factory=dict)
     recall: bool = False
+    checksum: str | None = None
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, TASK_KINDS)
