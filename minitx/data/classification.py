@@ -9,15 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from minitx.config import ConfigError
 from minitx.config.packages import package
 from minitx.config.schema import Count, Fraction, Natural, read, require
-from minitx.data.seeding import VALIDATION_SEED, Draw, generator
-from minitx.data.splits import Split, as_split
+from minitx.data.seeding import VALIDATION_SEED, generator
+from minitx.data.splits import Split
 from minitx.data.tables import checksum_of, column_of, divided, hold_out, labels_of, load_tables, share_of, texts_of
-from minitx.data.task import Batch, Task, VocabSize
+from minitx.data.task import Task, VocabSize
 from minitx.data.tokenizer import Tokenizer, count_unknown, require_marks
 from minitx.data.tokenizer_choice import find_or_train_tokenizer
 
@@ -194,7 +193,8 @@ def images(
     pictures = Pictures(tables[0], image_column, image_size)
     val = Pictures(tables[1], image_column, image_size, pictures), val_labels
     task = _image_task(f"data.path={path}", (pictures, labels), val, names, largest=255, shift=shift)
-    return replace(task, checksum=checksum_of(labels.tolist(), val_labels.tolist(), names))  # reading all pixels would take long
+    # without the pixels, because reading all of them would take long
+    return replace(task, checksum=checksum_of(labels.tolist(), val_labels.tolist(), names))
 
 
 def _image_task(name: str, train: Labelled, val: Labelled, names: tuple[str, ...], *, largest: int, shift: int) -> Task:
@@ -352,66 +352,48 @@ def _words(text: str) -> list[str]:
 # --- labels numbered as in a trained head
 
 
-class RenumberedSplit(Split):
-    """A split with the label ``numbers[l]`` in place of each label l ≥ 0."""
-
-    def __init__(self, split: Split, numbers: Sequence[int]) -> None:
-        self.split, self.numbers = split, torch.tensor(numbers)
-        self.key_masks = split.key_masks
-
-    def __len__(self) -> int:
-        return len(self.split)
-
-    @property
-    def lengths(self) -> np.ndarray:  # type: ignore[override]
-        """See ``Split``."""
-        return self.split.lengths
-
-    def order(self, epoch: int, random: np.random.Generator) -> np.ndarray:
-        """See ``Split``."""
-        return self.split.order(epoch, random)
-
-    def count(self, items: np.ndarray) -> int | None:
-        """See ``Split``."""
-        return self.split.count(items)
-
-    def collate(self, items: np.ndarray, draw: Draw) -> Batch:
-        """See ``Split``."""
-        batch = self.split.collate(items, draw)
-        labels = batch["labels"]
-        return {**batch, "labels": torch.where(labels < 0, labels, self.numbers[labels.clamp(min=0)])}
-
-
 def numbered_as(task: Task, names: Sequence[str]) -> Task:
     """Return the task with its labels numbered as in ``names``, the labels of a trained head.
 
-    Labels that are whole numbers already number the head's labels. Names such as LABEL_0 do not name a label.
+    Labels have equal names, or names that differ only in case if this is unambiguous. Whole numbers from 0 on number the labels of a
+    head with other names. Names such as LABEL_0 do not name a label.
 
     Raises:
-        ConfigError: a label of the data is not among ``names``, or is a larger number.
+        ConfigError: a label of the data is not among ``names``, or is a larger number; two labels would become one; or a split
+            makes batches of its own (``Split``) and numbers them otherwise.
     """
     ours = task.label_names
-    number_of = {name.casefold(): number for number, name in enumerate(names)}
-    unnamed = len(names)
     no_names = list(names) == [f"LABEL_{number}" for number in range(len(names))]
-    numbers = [number_of.get(name.casefold(), unnamed) for name in ours]
-    if all(map(str.isdecimal, ours)) and not any(map(str.isdecimal, names)):
+    if all(map(str.isdecimal, ours)) and not any(map(str.isdecimal, names)) and (no_names or "0" in ours):
         numbers = [*map(int, ours)]
     elif no_names:
         numbers = [*range(len(ours))]
-    if max(numbers) >= len(names):
+    else:
+        numbers = [_place_of(name, names) for name in ours]
+    if max(numbers) >= len(names) or len({*numbers}) < len(ours):
         raise ConfigError(
             f"{task.name} has {len(ours)} labels ({', '.join(ours)}), but the trained head has {len(names)} ({', '.join(names)}): "
             "rename the labels, or make a new head with model=hf model.path=FOLDER model.new_head=true"
         )
-    changed: dict[str, Any] = {
-        name: getattr(task, name) for name in ("train", "val", "test") if getattr(task, name) is not None
-    }
-    if numbers != [*range(len(ours))]:
-        changed = {name: RenumberedSplit(as_split(task, name), numbers) for name in changed}
+    own_batches = any(isinstance(split, Split) for split in (task.train, task.val, task.test))
+    require(
+        numbers == [*range(len(ours))] or not own_batches,
+        f"{task.name}: a Split makes batches of its own, so number its labels as the trained head does: {', '.join(names)}",
+    )
     label_names = tuple(ours if no_names and len(ours) == len(names) else names)
     named = {label: label_names[number] for label, number in zip(ours, numbers, strict=True)}
-    for name in ("val_examples", "test_examples"):
-        changed[name] = [(text, named[label]) for text, label in getattr(task, name)]
-    fields = {**task.model_fields, "num_labels": len(names)}
-    return replace(task, **changed, label_names=label_names, model_fields=fields)
+    return replace(
+        task,
+        label_names=label_names,
+        label_numbers=[numbers[number] for number in task.label_numbers or range(len(ours))],
+        model_fields={**task.model_fields, "num_labels": len(names)},
+        val_examples=[(text, named[label]) for text, label in task.val_examples],
+        test_examples=[(text, named[label]) for text, label in task.test_examples],
+    )
+
+
+def _place_of(name: str, names: Sequence[str]) -> int:
+    """The place of a name in ``names``, or their number if it is not there, or if several differ from it in case alone."""
+    places = [place for place, other in enumerate(names) if other.casefold() == name.casefold()]
+    exact = [place for place in places if names[place] == name]
+    return (exact or places)[0] if len(exact or places) == 1 else len(names)

@@ -59,6 +59,7 @@ class Task:
         val_examples: (source text, reference text or label) of the validation rows, in order, if the task has both.
         test_examples: the same for the rows of ``test``. Without examples, an evaluation has no generated answers.
         label_names: the names of the labels of a classification.
+        label_numbers: the number in ``label_names`` of each label of the rows; (): the same. A ``Split`` ignores it.
         baselines: a function that computes the results of simple methods, by name.
         bits_per: for a language model, factors from nats per token to bits per ``byte`` and ``character``.
         floors: cross-entropies in nats of simple language models (``unigram``, ``bigram``), for comparison.
@@ -99,6 +100,7 @@ class Task:
     val_examples: Sequence[tuple[str, str]] = ()
     test_examples: Sequence[tuple[str, str]] = ()
     label_names: tuple[str, ...] = ()
+    label_numbers: Sequence[int] = ()
     baselines: Callable[[], dict[str, float]] = dict
     bits_per: Mapping[str, float] = field(default_factory=dict)
     floors: Mapping[str, float] = field(default_factory=dict)

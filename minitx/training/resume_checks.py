@@ -66,7 +66,12 @@ def check_resumed(path: str | None, parts: Mapping[str, Part], state: Mapping[st
     if not all("lr_lambdas" in entry for entry in checkpoint["lr_schedulers"]):  # a LambdaLR stores no number of steps
         check_length(parts["schedule"], saved["trainer"], current["trainer"], named)
     _check_tokenizer(named, stored["tokenizer"], state["tokenizer"])
-    _check_data(named, stored.get("data_checksum"), state["data_checksum"], changes["data"])
+    for name in ("data_checksum", "labels"):
+        if stored.get(name) and state[name] and stored[name] != state[name]:
+            raise ConfigError(
+                f"{named} was trained on other data: {'; '.join(changes['data']) or 'rows or labels have changed'}. "
+                "Resume with the old data, or start a new run from the weights with init_from.path"
+            )
     of_rows = [f"seed {saved['seed']} != {current['seed']}"] if saved["seed"] != current["seed"] else []
     of_rows += changes["data"]
     other_rows = "another seed or other data, so rows may be repeated or skipped"
@@ -115,15 +120,6 @@ def _check_tokenizer(named: str, saved: dict[str, Any] | None, current: dict[str
         raise ConfigError(
             f"{named} was trained with another tokenizer. Resume with the old data, "
             "or start a new run from the weights and their tokenizer with init_from.path"
-        )
-
-
-def _check_data(named: str, saved: str | None, current: str | None, changes: Sequence[str]) -> None:
-    """Refuse data with another checksum, because rows would be repeated or skipped. None: unknown (``Task.checksum``)."""
-    if saved is not None and current is not None and saved != current:
-        raise ConfigError(
-            f"{named} was trained on other data: {'; '.join(changes) or 'the rows have changed'}. "
-            "Resume with the old data, or start a new run from the weights with init_from.path"
         )
 
 

@@ -181,10 +181,16 @@ def test_a_run_does_not_resume_where_another_text_is_in_the_same_file(make_confi
     os.utime(path, (1, 1))
     train(again, tmp_path / "same")
     path.write_text(text[::-1], encoding="utf-8")
-    with pytest.raises(ConfigError, match=rf"ckpt_path={re.escape(str(last_path))} was trained on other data: the rows have changed\."):
+    with pytest.raises(ConfigError, match=r"last\.ckpt was trained on other data: rows or labels have changed\."):
         train(again, tmp_path / "other")
     assert not (tmp_path / "other").exists()
     stored = torch.load(last_path, weights_only=True)
+    parts = {name: getattr(config, name) for name in ("data", "objective", "optimizer", "schedule")}
+    for labels in (["a", "b"], []):
+        stored["minitx"]["labels"] = labels
+        torch.save(stored, last_path)
+        with pytest.raises(ConfigError, match="rows or labels have changed") if labels else contextlib.nullcontext():
+            check_resumed(str(last_path), parts, {**stored["minitx"], "labels": ["b", "a"]})
     del stored["minitx"]["data_checksum"]  # as before 0.2
     torch.save(stored, last_path)
     train(again, tmp_path / "before")
