@@ -21,6 +21,7 @@ from torch import Tensor
 
 from minitx.config import ConfigError, TrainerConfig
 from minitx.training import StoppedError, stop_signals
+from minitx.training.lightning_private import average_of, has_own_device
 from minitx.training.module import TrainingModule
 from minitx.training.processes import largest_of_all
 from minitx.training.step_log import StepCallback
@@ -56,19 +57,18 @@ class Averages(L.Callback):
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.last.save_last_step(trainer)
 
-    # the average and its device have no public attribute; pyproject.toml bounds the version of lightning
     def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         for callback in _averaging(trainer.callbacks):  # type: ignore[attr-defined]
-            if callback._device is None and callback._average_model is not None:
-                callback._average_model.to(module.device)
+            if (average := average_of(callback)) is not None and not has_own_device(callback):
+                average.to(module.device)
 
     def on_validation_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        averaging = _averaging(trainer.callbacks)  # type: ignore[attr-defined]
-        models = [callback._average_model.module for callback in averaging if callback._average_model is not None]
+        averages = map(average_of, _averaging(trainer.callbacks))  # type: ignore[attr-defined]
         self._kept = [
             (average, average.detach().clone())
-            for model in models
-            for average, weight in zip(model.parameters(), module.parameters(), strict=True)
+            for copy in averages
+            if copy is not None
+            for average, weight in zip(copy.module.parameters(), module.parameters(), strict=True)
             if average.dtype != weight.dtype
         ]
 

@@ -355,6 +355,8 @@ def evaluate_splits(
     """
     from lightning.pytorch.callbacks import WeightAveraging
 
+    from minitx.training.lightning_private import drop_average
+
     metrics = dict(trainer.callback_metrics)
 
     def print_metrics(split: Literal["val", "test"]) -> None:
@@ -374,7 +376,7 @@ def evaluate_splits(
         )
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, WeightAveraging):  # it would test the trained weights instead of the average
-                callback._average_model = None  # no public attribute; pyproject.toml bounds the version of lightning
+                drop_average(callback)
         trainer.test(module, datamodule=data, ckpt_path=best, weights_only=True, verbose=False)
         tested = dict(trainer.callback_metrics)
         total = len(as_split(data.task, "test"))

@@ -28,7 +28,8 @@ from minitx.training.run_folder import run_folder
 from minitx.training.step_log import StepLog
 from minitx.training.summary import summary
 from minitx.training.trackers import finish_wandb, resuming, send_facts
-from minitx.training.trainer import build_trainer, epoch_hooks
+from minitx.training.trainer import build_trainer
+from minitx.training.unsupported import epoch_hooks
 
 log = logging.getLogger(__name__)
 

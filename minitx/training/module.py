@@ -32,6 +32,7 @@ from minitx.nn.config_differences import joined
 from minitx.nn.precision import widest_float
 from minitx.nn.transfer import to_host
 from minitx.training.checkpoint_files import network_weights
+from minitx.training.lightning_private import set_micro_batches
 from minitx.training.net import MASK_NAMES, Net
 from minitx.training.objectives import (
     CrossEntropy,
@@ -343,10 +344,7 @@ class TrainingModule(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Recompute the number of past micro-batches, because ``trainer.accumulate`` may have changed."""
         self._resumed = checkpoint
-        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-        done = checkpoint["global_step"] * self.trainer.accumulate_grad_batches
-        for counts in (progress["current"], progress["total"]):
-            counts.update(dict.fromkeys(counts, done))
+        set_micro_batches(checkpoint, checkpoint["global_step"] * self.trainer.accumulate_grad_batches)
 
 
 class Latch:

@@ -26,7 +26,8 @@ from minitx.training.net import Net, build_network, decided_fields, prepared_net
 from minitx.training.rehearse import rehearse
 from minitx.training.resume_checks import check_free, check_resumed
 from minitx.training.summary import describe_training
-from minitx.training.trainer import check_extra, quiet_lightning
+from minitx.training.trainer import quiet_lightning
+from minitx.training.unsupported import check_extra
 
 
 def train(

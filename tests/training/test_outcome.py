@@ -33,7 +33,7 @@ from minitx.training.outcome import summarise
 from minitx.training.run import train
 from minitx.training.run_folder import run_folder
 from minitx.training.summary import describe_data, describe_device
-from minitx.training.trainer import check_callbacks
+from minitx.training.unsupported import check_callbacks
 
 
 def test_the_summary_names_the_validation_rows_that_all_processes_read():
