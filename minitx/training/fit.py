@@ -21,7 +21,8 @@ from minitx.config.schema import first_line, require
 from minitx.data.datamodule import DataModule
 from minitx.training import rank
 from minitx.training.checkpoint_callbacks import Averages, BestCheckpoint, LastCheckpoint, check_whole_weights, early_end
-from minitx.training.module import FIND_UNUSED, NonFiniteError, TrainingModule, reached_by_gradients
+from minitx.training.module import TrainingModule
+from minitx.training.nonfinite import NonFiniteError
 from minitx.training.outcome import summarise
 from minitx.training.resume_checks import check_free
 from minitx.training.run_folder import run_folder
@@ -30,6 +31,7 @@ from minitx.training.summary import summary
 from minitx.training.trackers import finish_wandb, resuming, send_facts
 from minitx.training.trainer import build_trainer
 from minitx.training.unsupported import epoch_hooks
+from minitx.training.unused_parameters import FIND_UNUSED, reached_by_gradients
 
 log = logging.getLogger(__name__)
 

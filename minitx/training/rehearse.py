@@ -41,9 +41,11 @@ from minitx.training import StoppedError
 from minitx.training.checkpoint_files import load_weights, network_weights, read_checkpoint
 from minitx.training.devices import device_of
 from minitx.training.fit import Run
-from minitx.training.module import FIND_UNUSED, NonFiniteError, TrainingModule, reached_by_gradients, unreached
+from minitx.training.module import TrainingModule
+from minitx.training.nonfinite import NonFiniteError
 from minitx.training.processes import as_one_process
 from minitx.training.trainer import AtomicCheckpointIO
+from minitx.training.unused_parameters import prepare_for_unused, reached_by_gradients
 
 log = logging.getLogger(__name__)
 
@@ -88,32 +90,6 @@ def rehearse(run: Run) -> None:
             return
     if not is_alone:
         prepare_for_unused(module, [*reached, reached_in_training])
-
-
-def prepare_for_unused(module: TrainingModule, reached: Sequence[set[nn.Parameter]]) -> None:
-    """Let a run of several processes cope with parameters that have no gradient after a backward pass, and log their names.
-
-    DDP waits for the gradient of every parameter, unless it looks for unused ones. FSDP2 adds up the gradients of a layer by their
-    order, so they must belong to the same parameters in every process.
-
-    Args:
-        reached: for several backward passes, the parameters that had a gradient afterwards. A pass without any, of a row without
-            targets, does not count.
-
-    Raises:
-        ConfigError: some passes reach a parameter and others do not, but the run shards the model.
-    """
-    options = module.options
-    trained = {weight: name for name, weight in module.network.named_parameters() if weight.requires_grad}
-    passes = [weights for weights in reached if weights]
-    unused = {weight: name for weight, name in trained.items() if not all(weight in weights for weights in passes)}
-    sometimes = [name for weight, name in unused.items() if any(weight in weights for weights in passes)]
-    if options.strategy == "sharded" and sometimes:
-        raise ConfigError(f"model: {unreached(sometimes)} some rows, and FSDP2 cannot train such a model: use trainer=ddp")
-    if unused and options.strategy != "sharded":
-        rows = "some rows" if sometimes else "any row"
-        log.info("model: %s %s: DDP looks for unused parameters in every step", unreached([*unused.values()]), rows)
-        module.options = dataclasses.replace(options, strategy=FIND_UNUSED)
 
 
 def _fit_and_load(run: Run, folder: Path) -> None:

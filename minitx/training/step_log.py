@@ -19,7 +19,8 @@ from minitx.nn.transfer import to_host
 from minitx.training import StoppedError
 from minitx.training.devices import device_name, memory_mb, peak_of
 from minitx.training.metrics_csv import MetricsFile
-from minitx.training.module import NonFiniteError, TrainingModule
+from minitx.training.module import TrainingModule
+from minitx.training.nonfinite import NonFiniteError
 from minitx.training.processes import sum_over_processes
 from minitx.training.summary import unit_of
 

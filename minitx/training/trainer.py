@@ -20,8 +20,8 @@ from minitx.training.checkpoint_files import read_checkpoint, write_checkpoint
 from minitx.training.devices import cpu_precision, device_of
 from minitx.training.lightning_private import share_no_sigterm
 from minitx.training.metrics_csv import MetricsFile
-from minitx.training.module import FIND_UNUSED
 from minitx.training.unsupported import check_callbacks
+from minitx.training.unused_parameters import FIND_UNUSED
 
 
 class AtomicCheckpointIO(CheckpointIO):

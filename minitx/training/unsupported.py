@@ -53,8 +53,7 @@ def check_callbacks(callbacks: Sequence[L.Callback]) -> None:
         for kind in type(callback).__mro__:
             if kind.__module__.startswith("lightning.") and kind.__name__ in UNSUPPORTED:
                 raise ConfigError(f"callbacks: {name} {UNSUPPORTED[kind.__name__]}")
-        is_validated = isinstance(callback, ModelCheckpoint) and (callback.monitor or "").startswith("val_")
-        if is_validated and saves_by_step(callback):
+        if isinstance(callback, ModelCheckpoint) and saves_by_step(callback) and (callback.monitor or "").startswith("val_"):
             raise ConfigError(
                 f"callbacks: {name} with every_n_train_steps or train_time_interval saves before the validation of a step, so "
                 f"monitor={callback.monitor} would belong to earlier weights: remove them to save after each validation (trainer.val_every)"

@@ -247,8 +247,8 @@ FAULTS = (
     Fault(
         "reached_by_one_rank",
         "FSDP2: each process looks at its own gradients alone",
-        f"{MODULE}:TrainingModule._check_reached",
-        "largest_of_all(self.trainer, *has_gradient, *(-number for number in has_gradient))",
+        "minitx/training/unused_parameters.py:check_reached",
+        "largest_of_all(module.trainer, *has_gradient, *(-number for number in has_gradient))",
         "[*has_gradient, *(-number for number in has_gradient)]",
     ),
     Fault(

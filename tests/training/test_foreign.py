@@ -36,8 +36,8 @@ from minitx.nn.efficient import LinearAttention
 from minitx.training.checkpoints import load_model
 from minitx.training.evaluation import evaluate
 from minitx.training.metrics_csv import read_metrics
-from minitx.training.module import NonFiniteError
 from minitx.training.net import Net, build_network, fitted
+from minitx.training.nonfinite import NonFiniteError
 from minitx.training.run import train
 from tests.interop.families import TEXT, build
 

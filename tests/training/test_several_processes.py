@@ -20,8 +20,8 @@ from minitx.config import ConfigError, RunConfig, TrainerConfig, node
 from minitx.data.task import Task
 from minitx.training import rank
 from minitx.training.metrics_csv import read_metrics
-from minitx.training.module import FIND_UNUSED, NonFiniteError, UnusedParametersError
-from minitx.training.rehearse import prepare_for_unused
+from minitx.training.nonfinite import NonFiniteError
+from minitx.training.unused_parameters import FIND_UNUSED, UnusedParametersError, prepare_for_unused
 
 ROWS = [{"input": torch.tensor([float(i % 7), float(i % 5), 1.0]) / 7, "labels": i % 2} for i in range(32)]
 PLACES = {"ddp": {"strategy": "ddp"}, "sharded": {"strategy": "sharded", "shard": ("Linear",)}}

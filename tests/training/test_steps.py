@@ -20,7 +20,8 @@ from minitx.nn.counting import train_flops
 from minitx.training import step_log
 from minitx.training.checkpoint_files import read_checkpoint
 from minitx.training.metrics_csv import read_metrics
-from minitx.training.module import Latch, TrainingModule
+from minitx.training.module import TrainingModule
+from minitx.training.nonfinite import Latch
 from minitx.training.processes import sum_over_processes
 from minitx.training.run import train
 from minitx.training.schedules import constant
