@@ -31,7 +31,9 @@ from minitx.data.task_loading import task_of_loaders
 from minitx.generation import beam_search, generate
 from minitx.generation.decoding import longest_of
 from minitx.nn.modes import evaluating
-from minitx.training.net import Net, in_own_dtype, network_of
+from minitx.training.input_dtype import in_own_dtype
+from minitx.training.net import Net
+from minitx.training.network_building import network_of
 from minitx.training.objectives import CrossEntropy, Objective, sums_of_rows
 from minitx.training.processes import whole_state
 

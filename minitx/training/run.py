@@ -21,8 +21,10 @@ from minitx.training.checkpoint_files import stored_state
 from minitx.training.devices import process_settings
 from minitx.training.fit import Run
 from minitx.training.init_from import load_start
+from minitx.training.input_dtype import prepared_network
 from minitx.training.module import build_module
-from minitx.training.net import Net, build_network, decided_fields, prepared_network
+from minitx.training.net import Net
+from minitx.training.network_building import build_network, decided_fields
 from minitx.training.rehearse import rehearse
 from minitx.training.resume_checks import check_free, check_resumed
 from minitx.training.summary import describe_training
