@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 from minitx.config import ConfigError
 from minitx.config.packages import package
 from minitx.config.schema import Count, Fraction, Natural, read, require
+from minitx.data.baselines import bag_of_words_accuracy, majority_accuracy
 from minitx.data.seeding import VALIDATION_SEED, generator
 from minitx.data.splits import Split
 from minitx.data.tables import checksum_of, column_of, divided, hold_out, labels_of, load_tables, share_of, texts_of
@@ -309,44 +309,6 @@ def stratified(labels: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndar
     splits = np.sort(np.concatenate(train)), random.permutation(np.concatenate(val))
     require(all(map(len, splits)), f"data.val_fraction={fraction} leaves a split of {len(labels)} images empty")
     return splits
-
-
-# --- baselines
-
-
-def majority_accuracy(train_labels: np.ndarray, val_labels: np.ndarray) -> float:
-    """Return the accuracy of always answering with the most frequent training label."""
-    return float(np.mean(val_labels == np.bincount(train_labels).argmax()))
-
-
-def bag_of_words_accuracy(
-    train_texts: Sequence[str], train_labels: np.ndarray, val_texts: Sequence[str], val_labels: np.ndarray
-) -> float:
-    """Return the accuracy of multinomial naive Bayes over words with add-one smoothing: argmax_c ln p(c) + Σ_w ln (n(w, c) + 1) / (n(c) + W).
-
-    Unknown words do not count. Manning et al. 2008, "Introduction to Information Retrieval", §13.2.
-
-    >>> labels = np.array([0, 0, 1])
-    >>> bag_of_words_accuracy(["the sea", "a sea", "the hill"], labels, ["sea", "hill"], np.array([0, 1]))
-    1.0
-    """
-    words: dict[str, int] = {}
-    rows = [[words.setdefault(word, len(words)) for word in _words(text)] for text in train_texts]
-    counts = np.ones((int(train_labels.max()) + 1, len(words)))  # (classes, W), add-one
-    labels_of_words = np.repeat(train_labels, [len(row) for row in rows])
-    np.add.at(counts, (labels_of_words, np.concatenate([np.array(row, np.int64) for row in rows])), 1)
-    log_likelihood = np.log(counts / counts.sum(axis=1, keepdims=True))
-    with np.errstate(divide="ignore"):  # a class without training rows has prior 0
-        log_prior = np.log(np.bincount(train_labels, minlength=len(counts)) / len(train_labels))
-    guesses = [
-        int((log_prior + log_likelihood[:, [words[word] for word in _words(text) if word in words]].sum(axis=1)).argmax())
-        for text in val_texts
-    ]
-    return float(np.mean(np.array(guesses) == val_labels))
-
-
-def _words(text: str) -> list[str]:
-    return re.findall(r"\w+", text.lower())
 
 
 # --- labels numbered as in a trained head

@@ -22,10 +22,10 @@ import torch
 from minitx.config import IGNORED, ConfigError
 from minitx.config.schema import Count, Fraction, require
 from minitx.data.batches import Source
-from minitx.data.corpus import CACHE_FORMAT, TEXTS_AT_ONCE, bits_per, cached, write_ids
 from minitx.data.seeding import generator
 from minitx.data.tables import as_texts, column_names, column_of, divided, hold_out, load_tables, num_held_out, share_of
 from minitx.data.task import Batch, Task, VocabSize
+from minitx.data.token_cache import CACHE_FORMAT, TEXTS_AT_ONCE, bits_per, cached, write_ids
 from minitx.data.tokenizer import Tokenizer, fingerprint
 from minitx.data.tokenizer_choice import find_or_train_tokenizer, find_tokenizer
 

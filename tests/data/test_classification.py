@@ -7,7 +7,8 @@ import pytest
 
 from minitx.config import ConfigError
 from minitx.data import classify
-from minitx.data.classification import bag_of_words_accuracy, numbered_as
+from minitx.data.baselines import bag_of_words_accuracy
+from minitx.data.classification import numbered_as
 from minitx.data.splits import as_split
 from tests.data.conftest import total_left_out
 

@@ -8,10 +8,10 @@ import minitx.data as sets
 from minitx.config import ConfigError, Part
 from minitx.config.packages import package
 from minitx.data.batches import Address, TrainSource
-from minitx.data.corpus import kjv_text
 from minitx.data.datamodule import DataModule
 from minitx.data.recall import answer_positions
 from minitx.data.task import Task
+from minitx.data.text_files import kjv_text
 
 KEY_VALUE = sets.kv_lookup(num_keys=13, num_values=5, num_pairs=7, val_size=41)
 INDUCTION = sets.induction(num_tokens=20, segment_len=5, max_gap=7, val_size=41)
@@ -72,7 +72,7 @@ MISSING = [
 @pytest.mark.parametrize(("make", "module", "said"), MISSING)
 def test_a_missing_package_is_named_with_its_extra(make, module, said, cache, monkeypatch):
     kjv_text.cache_clear()
-    monkeypatch.setattr("minitx.data.corpus.data_dir", lambda: cache)  # the clone's folder may have the text already
+    monkeypatch.setattr("minitx.data.token_cache.data_dir", lambda: cache)  # the clone's folder may have the text already
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError, match=f"^{said}$"):
         make()
