@@ -24,7 +24,7 @@ from minitx.training import StoppedError, stop_signals
 from minitx.training.lightning_private import average_of, has_own_device
 from minitx.training.module import TrainingModule
 from minitx.training.processes import largest_of_all
-from minitx.training.step_log import StepCallback
+from minitx.training.step_callback import StepCallback
 
 log = logging.getLogger(__name__)
 
@@ -193,7 +193,7 @@ def early_end(trainer: L.Trainer) -> list[str]:
     """Return why a run ended before ``trainer.max_steps``, in a line for each reason; [] if it did not."""
     if trainer.global_step >= trainer.max_steps:
         return []
-    from minitx.training.stop_at import StopAt
+    from minitx.training.stop_at_value import StopAt
 
     at = f"the run ended at step {trainer.global_step} of {trainer.max_steps}"
     stops: list[Any] = [each for each in trainer.callbacks if isinstance(each, EarlyStopping)]  # type: ignore[attr-defined]

@@ -21,12 +21,12 @@ from minitx.config.schema import first_line, require
 from minitx.data.datamodule import DataModule
 from minitx.training import rank
 from minitx.training.checkpoint_callbacks import Averages, BestCheckpoint, LastCheckpoint, check_whole_weights, early_end
+from minitx.training.metrics_rows import StepLog
 from minitx.training.module import TrainingModule
 from minitx.training.nonfinite import NonFiniteError
 from minitx.training.outcome import summarise
 from minitx.training.resume_checks import check_free
 from minitx.training.run_folder import run_folder
-from minitx.training.step_log import StepLog
 from minitx.training.summary import summary
 from minitx.training.trackers import finish_wandb, resuming, send_facts
 from minitx.training.trainer import build_trainer
@@ -153,7 +153,7 @@ def build_callbacks(run: Run, folder: Path) -> list[L.Callback]:
     last = LastCheckpoint(folder / "checkpoints", options, run.state)
     callbacks: list[Any] = [Averages(last), StepLog(options.log_every, module.net.config, options.peak_tflops)]
     if options.stop_at is not None:
-        from minitx.training.stop_at import StopAt
+        from minitx.training.stop_at_value import StopAt
 
         callbacks.append(StopAt(**to_dict(options.stop_at)))
     if options.ckpt_every:
