@@ -202,7 +202,7 @@ class TrainingModule(L.LightningModule):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._micro = 0
-        check_reached(self)
+        check_reached(self.network, self.reached, self.options, self.trainer)
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         self.grad_norm = total_norm(gradients)
         # all ranks must agree, but step_loss is local: with several ranks, check only the global gradient norm

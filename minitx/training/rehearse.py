@@ -89,7 +89,7 @@ def rehearse(run: Run) -> None:
             log.info("trainer.rehearse: the run is not rehearsed, because %s cannot hold the whole model", device)
             return
     if not is_alone:
-        prepare_for_unused(module, [*reached, reached_in_training])
+        module.options = prepare_for_unused(module.network, options, [*reached, reached_in_training])
 
 
 def _fit_and_load(run: Run, folder: Path) -> None:

@@ -6,17 +6,15 @@ import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+import lightning.pytorch as L
 from torch import nn
 
-from minitx.config import ConfigError
+from minitx.config import ConfigError, TrainerConfig
 from minitx.config.failures import FailedRunError
 from minitx.nn.config_differences import joined
 from minitx.training.processes import largest_of_all
-
-if TYPE_CHECKING:
-    from minitx.training.module import TrainingModule
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +48,8 @@ def unreached(names: Sequence[str]) -> str:
     return f"{joined(names, ', ')} {'gets' if len(names) == 1 else 'get'} no gradient from"
 
 
-def prepare_for_unused(module: TrainingModule, reached: Sequence[set[nn.Parameter]]) -> None:
-    """Let a run of several processes cope with parameters that have no gradient after a backward pass, and log their names.
+def prepare_for_unused(network: nn.Module, options: TrainerConfig, reached: Sequence[set[nn.Parameter]]) -> TrainerConfig:
+    """Return options with which several processes train parameters that have no gradient after some backward passes. Log their names.
 
     DDP waits for the gradient of every parameter, unless it looks for unused ones. FSDP2 adds up the gradients of a layer by their
     order, so they must belong to the same parameters in every process.
@@ -63,8 +61,7 @@ def prepare_for_unused(module: TrainingModule, reached: Sequence[set[nn.Paramete
     Raises:
         ConfigError: some passes reach a parameter and others do not, but the run shards the model.
     """
-    options = module.options
-    trained = {weight: name for name, weight in module.network.named_parameters() if weight.requires_grad}
+    trained = {weight: name for name, weight in network.named_parameters() if weight.requires_grad}
     passes = [weights for weights in reached if weights]
     unused = {weight: name for weight, name in trained.items() if not all(weight in weights for weights in passes)}
     sometimes = [name for weight, name in unused.items() if any(weight in weights for weights in passes)]
@@ -73,23 +70,27 @@ def prepare_for_unused(module: TrainingModule, reached: Sequence[set[nn.Paramete
     if unused and options.strategy != "sharded":
         rows = "some rows" if sometimes else "any row"
         log.info("model: %s %s: DDP looks for unused parameters in every step", unreached([*unused.values()]), rows)
-        module.options = dataclasses.replace(options, strategy=FIND_UNUSED)
+        return dataclasses.replace(options, strategy=FIND_UNUSED)
+    return options
 
 
-def check_reached(module: TrainingModule) -> None:
+def check_reached(network: nn.Module, reached: set[nn.Parameter] | None, options: TrainerConfig, trainer: L.Trainer) -> None:
     """Check that the processes have gradients of the same parameters. With FSDP2, only at steps with a row of metrics.
+
+    Args:
+        reached: the parameters that have a gradient from this micro-batch; None where DDP does not wait for them.
 
     Raises:
         UnusedParametersError: DDP has no gradient of a parameter, or FSDP2 has one in some processes only.
     """
-    step = module.global_step
-    trained = {name: weight for name, weight in module.network.named_parameters() if weight.requires_grad}
-    if module.reached is not None:
-        unused = [name for name, weight in trained.items() if weight not in module.reached]
+    step = trainer.global_step
+    trained = {name: weight for name, weight in network.named_parameters() if weight.requires_grad}
+    if reached is not None:
+        unused = [name for name, weight in trained.items() if weight not in reached]
         remedy = f"and DDP waits for them: set trainer.strategy={FIND_UNUSED}"
-    elif module.options.strategy == "sharded" and step % module.options.log_every == 0:
+    elif options.strategy == "sharded" and step % options.log_every == 0:
         has_gradient = [int(weight.grad is not None) for weight in trained.values()]
-        largest = largest_of_all(module.trainer, *has_gradient, *(-number for number in has_gradient))
+        largest = largest_of_all(trainer, *has_gradient, *(-number for number in has_gradient))
         unused = [name for name, most, least in zip(trained, largest, largest[len(trained) :], strict=False) if most != -least]
         remedy = "in some processes only, which FSDP2 cannot train: use trainer=ddp"
     else:

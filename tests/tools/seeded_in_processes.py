@@ -248,7 +248,7 @@ FAULTS = (
         "reached_by_one_rank",
         "FSDP2: each process looks at its own gradients alone",
         "minitx/training/unused_parameters.py:check_reached",
-        "largest_of_all(module.trainer, *has_gradient, *(-number for number in has_gradient))",
+        "largest_of_all(trainer, *has_gradient, *(-number for number in has_gradient))",
         "[*has_gradient, *(-number for number in has_gradient)]",
     ),
     Fault(

@@ -6,7 +6,6 @@ import math
 import os
 import time
 import warnings
-from types import SimpleNamespace
 from unittest import mock
 
 import lightning.pytorch as L
@@ -168,12 +167,10 @@ def test_a_parameter_without_a_gradient_does_not_stop_several_processes(found, p
 
 
 def test_a_row_without_targets_makes_no_parameter_unused():
-    network = Pooled()
-    module = SimpleNamespace(network=network, options=TrainerConfig(devices=2, strategy="ddp"))
-    prepare_for_unused(module, [{*network.parameters()}, set()])
-    assert module.options.strategy == "ddp"
-    prepare_for_unused(module, [{*network.head.parameters()}, {*network.parameters()}])
-    assert module.options.strategy == "ddp_find_unused_parameters_true"
+    network, options = Pooled(), TrainerConfig(devices=2, strategy="ddp")
+    assert prepare_for_unused(network, options, [{*network.parameters()}, set()]) == options
+    changed = prepare_for_unused(network, options, [{*network.head.parameters()}, {*network.parameters()}])
+    assert changed.strategy == "ddp_find_unused_parameters_true"
 
 
 @pytest.mark.slow
