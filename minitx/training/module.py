@@ -43,7 +43,6 @@ from minitx.training.objectives import (
 )
 from minitx.training.optimizers import build_optimizer, check_strategy, freeze, keep_dtypes, skips_on_device
 from minitx.training.processes import is_sharded, local_parts, set_gradient_sync, sum_over_processes, total_norm
-from minitx.training.unused_parameters import check_reached
 
 log = logging.getLogger(__name__)
 
@@ -202,7 +201,10 @@ class TrainingModule(L.LightningModule):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._micro = 0
-        check_reached(self.network, self.reached, self.options, self.trainer)
+        if self.reached is not None or self.options.strategy == "sharded":
+            from minitx.training.unused_parameters import check_reached
+
+            check_reached(self.network, self.reached, self.options, self.trainer)
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         self.grad_norm = total_norm(gradients)
         # all ranks must agree, but step_loss is local: with several ranks, check only the global gradient norm

@@ -20,7 +20,7 @@ import math
 import tempfile
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -45,7 +45,6 @@ from minitx.training.module import TrainingModule
 from minitx.training.nonfinite import NonFiniteError
 from minitx.training.processes import as_one_process
 from minitx.training.trainer import AtomicCheckpointIO
-from minitx.training.unused_parameters import prepare_for_unused, reached_by_gradients
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +80,7 @@ def rehearse(run: Run) -> None:
             with restored_afterwards(module, device), naming_faulty_part(module, run.callbacks):
                 compare_rows(module, two.batch, device)
                 reached = [] if is_alone else reached_by_each(module, rows, device)
-                with tempfile.TemporaryDirectory() as folder, reached_by_gradients(module.network) as reached_in_training:
+                with tempfile.TemporaryDirectory() as folder, _noting_gradients(module, is_alone) as reached_in_training:
                     _fit_and_load(shortened(run, two, device), Path(folder))
         except ConfigError as error:
             if options.strategy != "sharded" or not isinstance(error.__cause__, torch.OutOfMemoryError):
@@ -89,7 +88,18 @@ def rehearse(run: Run) -> None:
             log.info("trainer.rehearse: the run is not rehearsed, because %s cannot hold the whole model", device)
             return
     if not is_alone:
+        from minitx.training.unused_parameters import prepare_for_unused
+
         module.options = prepare_for_unused(module.network, options, [*reached, reached_in_training])
+
+
+def _noting_gradients(module: TrainingModule, is_alone: bool) -> AbstractContextManager[set[nn.Parameter]]:
+    """A context for the set of parameters that get a gradient in it. A run of one process does not need it."""
+    if is_alone:
+        return nullcontext(set())
+    from minitx.training.unused_parameters import reached_by_gradients
+
+    return reached_by_gradients(module.network)
 
 
 def _fit_and_load(run: Run, folder: Path) -> None:
@@ -180,7 +190,7 @@ def reached_by_each(module: TrainingModule, batch: Batch, device: torch.device) 
     reached = []
     with evaluating(module.network), torch.enable_grad():
         for row in range(len(batch["labels"])):
-            with reached_by_gradients(module.network) as reached_now:
+            with _noting_gradients(module, is_alone=False) as reached_now:
                 _sums_over(module, [{name: value.to(device) for name, value in select_rows(batch, [row]).items()}])
             reached.append(reached_now)
     return reached

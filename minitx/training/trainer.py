@@ -21,7 +21,6 @@ from minitx.training.devices import cpu_precision, device_of
 from minitx.training.lightning_private import share_no_sigterm
 from minitx.training.metrics_csv import MetricsFile
 from minitx.training.unsupported import check_callbacks
-from minitx.training.unused_parameters import FIND_UNUSED
 
 
 class AtomicCheckpointIO(CheckpointIO):
@@ -100,6 +99,7 @@ def device_arguments(options: TrainerConfig) -> dict[str, Any]:
     strategy: Strategy = SingleDeviceStrategy(device)  # for unknown devices Lightning would use the CPU
     if options.world_size > 1 or options.strategy != "auto":
         from minitx.training import sharding
+        from minitx.training.unused_parameters import FIND_UNUSED
 
         is_sharded, find_unused = options.strategy == "sharded", options.strategy == FIND_UNUSED
         strategy = sharding.Sharded(options.world_size) if is_sharded else sharding.ddp(find_unused=find_unused)

