@@ -34,7 +34,8 @@ BLANK = "documents are left out: without text"
 DOCUMENTS_AT_ONCE = 64
 DOCUMENTS_TO_LEARN_FROM = 10_000
 START = "[0, null, 0]"
-"""A position as JSON: the epoch, the state of the table before some documents (null: before all), and the number of their used tokens."""
+"""The beginning of a stream. A position is JSON of three values: the epoch; the state of the table before the documents that are being
+read, or null at the beginning of the epoch; and the number of tokens of these documents that rows have already used."""
 
 
 class Ragged:

@@ -43,7 +43,7 @@ def check_whole_weights(callbacks: Mapping[str, L.Callback], *, is_sharded: bool
 class Averages(L.Callback):
     """Move averaged weights to the training device, and preserve their precision. Must come before callbacks that average weights.
 
-    At the end of training, it lets ``last`` save the weights first, because Lightning then replaces them by the average.
+    At the end of training, Lightning replaces the weights by the average. Before that, this callback lets ``last`` save the weights.
 
     Lightning copies the model while it is on the CPU; an average there would cost a transfer of all weights in every step. An
     average with its own ``device`` is not moved. To validate the average, Lightning swaps it with the weights of the model.

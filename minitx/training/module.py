@@ -195,7 +195,8 @@ class TrainingModule(L.LightningModule):
             self.step_sums = {name: value + self.step_sums[name] for name, value in others.items()}
         else:
             self.step_loss, self.step_sums, self.step_targets = share.detach(), others, targets
-        if world > 1:  # a loss of one process that is not finite shows in the gradient of all, even if its own is finite
+        if world > 1:
+            # its factor is 1, or NaN if the loss is not finite: then the gradient is NaN in every process, whatever the loss's own gradient
             share = share * (1 + 0 * share.detach())
         return share * world * accumulate
 
