@@ -28,8 +28,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from minitx.data import kjv
-from minitx.data.corpus import corpus_stem, data_dir, read_text
+from minitx.data.corpus import corpus_stem
 from minitx.data.datamodule import DataModule
+from minitx.data.text_files import read_text
+from minitx.data.token_cache import data_dir
 
 SIZES = ((12, 64), (64, 256))  # rows, tokens a row
 WATCHED = """

@@ -27,7 +27,7 @@ from minitx.config import node
 from minitx.data.recall import kv_lookup
 from minitx.nn.modes import evaluating
 from minitx.training.run import train
-from minitx.training.step_log import StepCallback
+from minitx.training.step_callback import StepCallback
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "docs" / "scaling_ablation" / "limits" / "cells.jsonl.xz"

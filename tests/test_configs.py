@@ -63,7 +63,7 @@ STEPS = [in_tier(name) for group, name in OPTIONS if group == "experiment" and n
 
 @pytest.mark.parametrize("experiment", STEPS)
 def test_every_experiment_runs_one_step(experiment, tmp_path, monkeypatch):
-    monkeypatch.setattr("minitx.data.corpus.data_dir", lambda: tmp_path / "data")
+    monkeypatch.setattr("minitx.data.token_cache.data_dir", lambda: tmp_path / "data")
     words = [f"experiment={experiment}", "debug=one_step", "trainer.accelerator=cpu", "callbacks.progress=false"]
     if experiment == "scaling_cell_real":  # the weights of a real model do not lie in the project
         words.append(f"model.path={small_llama(tmp_path / 'llama')}")

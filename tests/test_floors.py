@@ -227,9 +227,8 @@ PRIVATE = {
         *{("training.module", "_foreach_mul_"), ("training.muon", "_foreach_lerp_"), ("training.muon", "_foreach_lerp")},
     },
     "lightning": {
-        *{("training.checkpoint_callbacks", "_average_model"), ("training.checkpoint_callbacks", "_device"), ("training.evaluation", "_average_model")},
-        *{("training.trainer", "_every_n_train_steps"), ("training.trainer", "_train_time_interval")},
-        ("training.trainer", "_broadcast_sigterm_tensor"),
+        *{("training.lightning_private", name) for name in ("_average_model", "_device", "_broadcast_sigterm_tensor")},
+        *{("training.lightning_private", name) for name in ("_every_n_train_steps", "_train_time_interval")},
     },
     "transformers": {
         *{("interop.adopt", "_attn_implementation"), ("interop.adopted_core", "_attn_implementation")},

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from minitx.nn import MultiHeadAttention
-from minitx.training.step_log import StepCallback
+from minitx.training.step_callback import StepCallback
 
 
 class QKClip(StepCallback):

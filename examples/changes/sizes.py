@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from minitx.cli.compose import compose_cell, compose_grid, find_own_modules
 from minitx.config import ConfigError
 from minitx.nn.counting import count_flops
-from minitx.training.net import network_of
+from minitx.training.network_building import network_of
 
 VOCABULARY = 64
 

@@ -43,7 +43,8 @@ from minitx.training.evaluation import evaluate
 from minitx.training.init_from import load_start
 from minitx.training.json_lines import read_probes
 from minitx.training.metrics_csv import finite, read_metrics
-from minitx.training.net import Net, network_of
+from minitx.training.net import Net
+from minitx.training.network_building import network_of
 from minitx.training.trust import check_trusted
 
 START_FILE, MEASURES_FILE = "start.json", "measures.json"

@@ -24,11 +24,13 @@ from minitx.config import RunConfig
 from minitx.config.training import CALLBACKS
 from minitx.training.devices import process_settings
 from minitx.training.fit import build_all
+from minitx.training.input_dtype import PURE, in_own_dtype
 from minitx.training.json_lines import end_last_line, read_json_lines
-from minitx.training.module import NonFiniteError, TrainingModule, build_module
-from minitx.training.net import PURE, in_own_dtype
+from minitx.training.metrics_rows import step_means
+from minitx.training.module import TrainingModule, build_module
+from minitx.training.nonfinite import NonFiniteError
 from minitx.training.run import open_parts
-from minitx.training.step_log import StepCallback, step_means
+from minitx.training.step_callback import StepCallback
 from minitx.training.trainer import build_trainer, quiet_lightning
 from minitx.training.window import Window
 

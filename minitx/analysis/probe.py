@@ -41,7 +41,7 @@ from minitx.training.json_lines import add_records, drop_records, over_heads
 from minitx.training.metrics_csv import MetricsFile
 from minitx.training.module import TrainingModule
 from minitx.training.objectives import checked_sums
-from minitx.training.step_log import StepCallback
+from minitx.training.step_callback import StepCallback
 
 _LOGGED = ("entropy", "row_std", "max_logit", "saturation_99", "grad_query_rms", "logit_step")
 _PARTS = 4  # of the probe batch, for the signal-to-noise ratio

@@ -137,7 +137,7 @@ def value_of_failed(error: BaseException) -> float:
     log.warning("job %s failed: %s", HydraConfig.get().job.num, sentence(error)[0])  # Hydra only reports the first
     worst = worst_value()
     if math.isinf(worst):
-        from minitx.training.module import NonFiniteError  # imports torch
+        from minitx.training.nonfinite import NonFiniteError  # imports torch
 
         if isinstance(error, NonFiniteError):
             return worst

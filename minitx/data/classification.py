@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from minitx.config import ConfigError
 from minitx.config.packages import package
 from minitx.config.schema import Count, Fraction, Natural, read, require
-from minitx.data.seeding import VALIDATION_SEED, Draw, generator
-from minitx.data.splits import Split, as_split
-from minitx.data.tables import column_of, divided, hold_out, labels_of, load_tables, share_of, texts_of
-from minitx.data.task import Batch, Task, VocabSize
+from minitx.data.baselines import bag_of_words_accuracy, majority_accuracy
+from minitx.data.seeding import VALIDATION_SEED, generator
+from minitx.data.splits import Split
+from minitx.data.tables import checksum_of, column_of, divided, hold_out, labels_of, load_tables, share_of, texts_of
+from minitx.data.task import Task, VocabSize
 from minitx.data.tokenizer import Tokenizer, count_unknown, require_marks
 from minitx.data.tokenizer_choice import find_or_train_tokenizer
 
@@ -112,6 +111,7 @@ def classify(
             "majority_accuracy": majority_accuracy(train[1], val[1]),
             "bag_of_words_accuracy": bag_of_words_accuracy(words[0], train[1], words[1], val[1]),
         },
+        checksum=checksum_of(train[0], train[1].tolist(), val[0], val[1].tolist(), names),
     )
 
 
@@ -192,7 +192,9 @@ def images(
     (labels, val_labels), names = labels_of(tables, label_column)
     pictures = Pictures(tables[0], image_column, image_size)
     val = Pictures(tables[1], image_column, image_size, pictures), val_labels
-    return _image_task(f"data.path={path}", (pictures, labels), val, names, largest=255, shift=shift)
+    task = _image_task(f"data.path={path}", (pictures, labels), val, names, largest=255, shift=shift)
+    # without the pixels, because reading all of them would take long
+    return replace(task, checksum=checksum_of(labels.tolist(), val_labels.tolist(), names))
 
 
 def _image_task(name: str, train: Labelled, val: Labelled, names: tuple[str, ...], *, largest: int, shift: int) -> Task:
@@ -309,107 +311,51 @@ def stratified(labels: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndar
     return splits
 
 
-# --- baselines
-
-
-def majority_accuracy(train_labels: np.ndarray, val_labels: np.ndarray) -> float:
-    """Return the accuracy of always answering with the most frequent training label."""
-    return float(np.mean(val_labels == np.bincount(train_labels).argmax()))
-
-
-def bag_of_words_accuracy(
-    train_texts: Sequence[str], train_labels: np.ndarray, val_texts: Sequence[str], val_labels: np.ndarray
-) -> float:
-    """Return the accuracy of multinomial naive Bayes over words with add-one smoothing: argmax_c ln p(c) + Σ_w ln (n(w, c) + 1) / (n(c) + W).
-
-    Unknown words do not count. Manning et al. 2008, "Introduction to Information Retrieval", §13.2.
-
-    >>> labels = np.array([0, 0, 1])
-    >>> bag_of_words_accuracy(["the sea", "a sea", "the hill"], labels, ["sea", "hill"], np.array([0, 1]))
-    1.0
-    """
-    words: dict[str, int] = {}
-    rows = [[words.setdefault(word, len(words)) for word in _words(text)] for text in train_texts]
-    counts = np.ones((int(train_labels.max()) + 1, len(words)))  # (classes, W), add-one
-    labels_of_words = np.repeat(train_labels, [len(row) for row in rows])
-    np.add.at(counts, (labels_of_words, np.concatenate([np.array(row, np.int64) for row in rows])), 1)
-    log_likelihood = np.log(counts / counts.sum(axis=1, keepdims=True))
-    with np.errstate(divide="ignore"):  # a class without training rows has prior 0
-        log_prior = np.log(np.bincount(train_labels, minlength=len(counts)) / len(train_labels))
-    guesses = [
-        int((log_prior + log_likelihood[:, [words[word] for word in _words(text) if word in words]].sum(axis=1)).argmax())
-        for text in val_texts
-    ]
-    return float(np.mean(np.array(guesses) == val_labels))
-
-
-def _words(text: str) -> list[str]:
-    return re.findall(r"\w+", text.lower())
-
-
 # --- labels numbered as in a trained head
-
-
-class RenumberedSplit(Split):
-    """A split with the label ``numbers[l]`` in place of each label l ≥ 0."""
-
-    def __init__(self, split: Split, numbers: Sequence[int]) -> None:
-        self.split, self.numbers = split, torch.tensor(numbers)
-        self.key_masks = split.key_masks
-
-    def __len__(self) -> int:
-        return len(self.split)
-
-    @property
-    def lengths(self) -> np.ndarray:  # type: ignore[override]
-        """See ``Split``."""
-        return self.split.lengths
-
-    def order(self, epoch: int, random: np.random.Generator) -> np.ndarray:
-        """See ``Split``."""
-        return self.split.order(epoch, random)
-
-    def count(self, items: np.ndarray) -> int | None:
-        """See ``Split``."""
-        return self.split.count(items)
-
-    def collate(self, items: np.ndarray, draw: Draw) -> Batch:
-        """See ``Split``."""
-        batch = self.split.collate(items, draw)
-        labels = batch["labels"]
-        return {**batch, "labels": torch.where(labels < 0, labels, self.numbers[labels.clamp(min=0)])}
 
 
 def numbered_as(task: Task, names: Sequence[str]) -> Task:
     """Return the task with its labels numbered as in ``names``, the labels of a trained head.
 
-    Labels that are whole numbers already number the head's labels. Names such as LABEL_0 do not name a label.
+    Labels have equal names, or names that differ only in case if this is unambiguous. Whole numbers from 0 on number the labels of a
+    head with other names. Names such as LABEL_0 do not name a label.
 
     Raises:
-        ConfigError: a label of the data is not among ``names``, or is a larger number.
+        ConfigError: a label of the data is not among ``names``, or is a larger number; two labels would become one; or a split
+            makes batches of its own (``Split``) and numbers them otherwise.
     """
     ours = task.label_names
-    number_of = {name.casefold(): number for number, name in enumerate(names)}
-    unnamed = len(names)
     no_names = list(names) == [f"LABEL_{number}" for number in range(len(names))]
-    numbers = [number_of.get(name.casefold(), unnamed) for name in ours]
-    if all(map(str.isdecimal, ours)) and not any(map(str.isdecimal, names)):
+    if all(map(str.isdecimal, ours)) and not any(map(str.isdecimal, names)) and (no_names or "0" in ours):
         numbers = [*map(int, ours)]
     elif no_names:
         numbers = [*range(len(ours))]
-    if max(numbers) >= len(names):
+    else:
+        numbers = [_place_of(name, names) for name in ours]
+    if max(numbers) >= len(names) or len({*numbers}) < len(ours):
         raise ConfigError(
             f"{task.name} has {len(ours)} labels ({', '.join(ours)}), but the trained head has {len(names)} ({', '.join(names)}): "
             "rename the labels, or make a new head with model=hf model.path=FOLDER model.new_head=true"
         )
-    changed: dict[str, Any] = {
-        name: getattr(task, name) for name in ("train", "val", "test") if getattr(task, name) is not None
-    }
-    if numbers != [*range(len(ours))]:
-        changed = {name: RenumberedSplit(as_split(task, name), numbers) for name in changed}
+    own_batches = any(isinstance(split, Split) for split in (task.train, task.val, task.test))
+    require(
+        numbers == [*range(len(ours))] or not own_batches,
+        f"{task.name}: a Split makes batches of its own, so number its labels as the trained head does: {', '.join(names)}",
+    )
     label_names = tuple(ours if no_names and len(ours) == len(names) else names)
     named = {label: label_names[number] for label, number in zip(ours, numbers, strict=True)}
-    for name in ("val_examples", "test_examples"):
-        changed[name] = [(text, named[label]) for text, label in getattr(task, name)]
-    fields = {**task.model_fields, "num_labels": len(names)}
-    return replace(task, **changed, label_names=label_names, model_fields=fields)
+    return replace(
+        task,
+        label_names=label_names,
+        label_numbers=[numbers[number] for number in task.label_numbers or range(len(ours))],
+        model_fields={**task.model_fields, "num_labels": len(names)},
+        val_examples=[(text, named[label]) for text, label in task.val_examples],
+        test_examples=[(text, named[label]) for text, label in task.test_examples],
+    )
+
+
+def _place_of(name: str, names: Sequence[str]) -> int:
+    """The place of a name in ``names``, or their number if it is not there, or if several differ from it in case alone."""
+    places = [place for place, other in enumerate(names) if other.casefold() == name.casefold()]
+    exact = [place for place in places if names[place] == name]
+    return (exact or places)[0] if len(exact or places) == 1 else len(names)

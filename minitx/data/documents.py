@@ -22,10 +22,10 @@ import torch
 from minitx.config import IGNORED, ConfigError
 from minitx.config.schema import Count, Fraction, require
 from minitx.data.batches import Source
-from minitx.data.corpus import CACHE_FORMAT, TEXTS_AT_ONCE, bits_per, cached, write_ids
 from minitx.data.seeding import generator
 from minitx.data.tables import as_texts, column_names, column_of, divided, hold_out, load_tables, num_held_out, share_of
 from minitx.data.task import Batch, Task, VocabSize
+from minitx.data.token_cache import CACHE_FORMAT, TEXTS_AT_ONCE, bits_per, cached, write_ids
 from minitx.data.tokenizer import Tokenizer, fingerprint
 from minitx.data.tokenizer_choice import find_or_train_tokenizer, find_tokenizer
 
@@ -34,7 +34,8 @@ BLANK = "documents are left out: without text"
 DOCUMENTS_AT_ONCE = 64
 DOCUMENTS_TO_LEARN_FROM = 10_000
 START = "[0, null, 0]"
-"""A position as JSON: the epoch, the state of the table before some documents (null: before all), and the number of their used tokens."""
+"""The beginning of a stream. A position is JSON of three values: the epoch; the state of the table before the documents that are being
+read, or null at the beginning of the epoch; and the number of tokens of these documents that rows have already used."""
 
 
 class Ragged:
@@ -194,7 +195,7 @@ def hf(
     bits = bits_per(int(val.lengths.sum()), documents.counted)
     is_bucketed = bucket and not streaming
     task = task_of(name, train, val, documents.tokenizer, [end], is_bucketed, bits, left_out=documents.left_out)
-    return replace(task, first_id=first_id)
+    return replace(task, first_id=first_id, checksum=documents.checksum)
 
 
 def task_of(
@@ -233,6 +234,7 @@ class TokenisedDocuments(NamedTuple):
         tokenizer: the tokenizer of both.
         counted: the numbers of ``characters`` and ``bytes`` of validation.
         left_out: sentences about dropped documents, by split.
+        checksum: ``Task.checksum``.
     """
 
     train: Any
@@ -240,6 +242,7 @@ class TokenisedDocuments(NamedTuple):
     tokenizer: Tokenizer
     counted: dict[str, int]
     left_out: dict[str, list[str]]
+    checksum: str | None = None
 
 
 def _tokenised(
@@ -284,7 +287,7 @@ def _tokenised(
     train, val = (Ragged(tokens, np.cumsum(n) - n, n) for tokens, n in zip(ids, lengths_of.values(), strict=True))
     counts = zip(lengths_of.items(), _counts(tables, val_fraction), strict=True)
     left_out = {split: share_of(count - len(of_split), count, BLANK) for (split, of_split), count in counts}
-    return TokenisedDocuments(train, val, stored, record["splits"]["val"], left_out)
+    return TokenisedDocuments(train, val, stored, record["splits"]["val"], left_out, record["tokens_sha256"])
 
 
 def _counts(tables: list[Any], val_fraction: float) -> list[int]:

@@ -65,6 +65,7 @@ class MapSplit(Split):
     def __init__(self, rows: Any, task: Task) -> None:
         # the task is not stored, because its baselines are lambdas and cannot be pickled
         self.rows, self.name, self.pad, self.key_masks = rows, task.name, task.pad, task.key_masks
+        self.label_numbers = torch.tensor(task.label_numbers)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -100,6 +101,9 @@ class MapSplit(Split):
                 lengths = torch.tensor([len(row[key]) for row in rows])
                 batch[mask] = torch.arange(batch[key].shape[1]) < lengths[:, None]
         require("labels" in batch, f"{self.name}: rows must have labels, got {', '.join(map(str, batch))}")
+        if len(self.label_numbers):
+            labels = batch["labels"]
+            batch["labels"] = torch.where(labels < 0, labels, self.label_numbers[labels.clamp(min=0)])
         return batch
 
     def _tensor(self, key: str, values: list[Any]) -> Tensor:

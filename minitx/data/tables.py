@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import logging
 import os
 import re
@@ -243,6 +245,20 @@ def share_of(part: int, count: int, what: str) -> list[str]:
     ['3 of 1,000 rows are left out: without text']
     """
     return [f"{part:,} of {count:,} {what}"] if part else []
+
+
+def checksum_of(*columns: Iterable[Any]) -> str:
+    """Return a checksum of the texts and numbers in columns (``Task.checksum``).
+
+    >>> checksum_of(["a", "b"], [1, 2]) == checksum_of(["a"], ["b", 1, 2])
+    False
+    """
+    digest = hashlib.sha256()
+    for column in columns:
+        for value in column:
+            digest.update(json.dumps(value).encode() + b"\n")
+        digest.update(b"\n")
+    return digest.hexdigest()
 
 
 def column_names(table: Any) -> list[str]:

@@ -59,10 +59,13 @@ class Task:
         val_examples: (source text, reference text or label) of the validation rows, in order, if the task has both.
         test_examples: the same for the rows of ``test``. Without examples, an evaluation has no generated answers.
         label_names: the names of the labels of a classification.
+        label_numbers: the number in ``label_names`` of each label of the rows; (): the same. A ``Split`` ignores it.
         baselines: a function that computes the results of simple methods, by name.
         bits_per: for a language model, factors from nats per token to bits per ``byte`` and ``character``.
         floors: cross-entropies in nats of simple language models (``unigram``, ``bigram``), for comparison.
         recall: whether each row contains its answers.
+        checksum: a checksum of texts and labels, or None: unknown. A run resumes only on data with the same checksum. It must not
+            depend on the data's files, their cache, the process or the machine.
 
     >>> import numpy as np
     >>> from minitx.data.seeding import generator
@@ -97,10 +100,12 @@ class Task:
     val_examples: Sequence[tuple[str, str]] = ()
     test_examples: Sequence[tuple[str, str]] = ()
     label_names: tuple[str, ...] = ()
+    label_numbers: Sequence[int] = ()
     baselines: Callable[[], dict[str, float]] = dict
     bits_per: Mapping[str, float] = field(default_factory=dict)
     floors: Mapping[str, float] = field(default_factory=dict)
     recall: bool = False
+    checksum: str | None = None
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, TASK_KINDS)

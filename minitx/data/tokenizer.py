@@ -28,6 +28,9 @@ END_OF_TEXT = "<|endoftext|>"
 REPLACEMENT = "\ufffd"
 UNKNOWN_TOKEN = "<unk>"
 LONGEST_WORD = 100_000
+LEARNED = ("char", "bpe")
+"""The kinds of tokenizers that ``train_tokenizer`` learns from a text."""
+
 # for marks that a tokenizer's folder does not name. The first name is ours; the others are common in published models
 NAMES_OF_MARKS = {
     "pad": ("<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>"),
@@ -306,8 +309,8 @@ def train_tokenizer(kind: str, chunks: Iterable[str], *, vocab_size: int = 0, ma
     >>> tokenizer.decode([2, 1, 3, 3, 4, 5], skip_marks=True)
     'hello'
     """
-    if kind not in ("char", "bpe"):
-        raise ValueError(f"kind={kind} must be char or bpe")
+    if kind not in LEARNED:
+        raise ValueError(f"kind={kind} must be {' or '.join(LEARNED)}")
     names = [NAMES_OF_MARKS[mark][0] for mark in marks]
     if kind == "bpe":
         return Tokenizer(_byte_pairs(_with_spaces(chunks), vocab_size, [END_OF_TEXT, *names]).to_str())

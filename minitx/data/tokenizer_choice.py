@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from minitx.data.tokenizer import Tokenizer, train_tokenizer
+from minitx.data.tokenizer import LEARNED, Tokenizer, train_tokenizer
 
 
 def find_tokenizer(name: str | Tokenizer) -> Tokenizer | None:
@@ -19,7 +19,7 @@ def find_tokenizer(name: str | Tokenizer) -> Tokenizer | None:
     """
     if isinstance(name, Tokenizer):
         return name
-    if name in ("char", "bpe"):
+    if name in LEARNED:
         return None
     from minitx.data.tokenizer_folder import open_tokenizer  # the characters and bytes of a text need no folder
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -15,7 +16,7 @@ from minitx.config import ConfigError
 from minitx.config.packages import package
 from minitx.config.schema import Count, Fraction, require
 from minitx.data.seeding import VALIDATION_SEED, generator
-from minitx.data.tables import hold_out, load_table, share_of, texts_of
+from minitx.data.tables import checksum_of, hold_out, load_table, share_of, texts_of
 from minitx.data.task import Task, VocabSize
 from minitx.data.tokenizer import Tokenizer, count_unknown, require_marks
 from minitx.data.tokenizer_choice import find_or_train_tokenizer
@@ -104,7 +105,9 @@ def pairs(
         pairs_of[name] = [(source, target) for source, target in rows if source and target]
         require(bool(pairs_of[name]), f"data.path={path} has no pair without a blank side in the {name} split")
         blank[name] = share_of(len(rows) - len(pairs_of[name]), len(rows), "pairs are left out: a side is blank")
-    return _task(f"data.path={path}", pairs_of, blank, tokenizer, bpe_vocab_size, (max_source_len, max_target_len), bucket)
+    longest = max_source_len, max_target_len
+    task = _task(f"data.path={path}", pairs_of, blank, tokenizer, bpe_vocab_size, longest, bucket)
+    return replace(task, checksum=checksum_of(*pairs_of.values()))
 
 
 def _check_files_and_columns(

@@ -1,4 +1,16 @@
-"""Training of models. This file imports only the standard library."""
+"""Training of models. This file imports only the standard library.
+
+Who calls whom:
+
+    run_job(composed)                     a command line, or a job of ``-m``: one run, or a grid (cli/train.py)
+      run_one(config)                     a run in this process, or started on several devices
+        run_training(config, folder)      writes config.yaml, command.txt and result.json (cli/launch.py); a grid calls it for each cell
+          train(config, folder)           a run, also from Python (run.py)
+            build_run(config) -> Run      reads data and weights, and checks that the parts fit each other
+            rehearse(run)                 ``Run.fit`` on two rows in a temporary folder (rehearse.py)
+            Run.fit(folder) -> result     makes the folder, callbacks and trainer; trains, evaluates, summarises (fit.py)
+              Run._train(trainer)         Lightning's loop around ``TrainingModule``, and how it ended
+"""
 
 from __future__ import annotations
 

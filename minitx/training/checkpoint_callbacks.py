@@ -21,9 +21,10 @@ from torch import Tensor
 
 from minitx.config import ConfigError, TrainerConfig
 from minitx.training import StoppedError, stop_signals
+from minitx.training.lightning_private import average_of, has_own_device
 from minitx.training.module import TrainingModule
 from minitx.training.processes import largest_of_all
-from minitx.training.step_log import StepCallback
+from minitx.training.step_callback import StepCallback
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ def check_whole_weights(callbacks: Mapping[str, L.Callback], *, is_sharded: bool
 class Averages(L.Callback):
     """Move averaged weights to the training device, and preserve their precision. Must come before callbacks that average weights.
 
-    At the end of training, it lets ``last`` save the weights first, because Lightning then replaces them by the average.
+    At the end of training, Lightning replaces the weights by the average. Before that, this callback lets ``last`` save the weights.
 
     Lightning copies the model while it is on the CPU; an average there would cost a transfer of all weights in every step. An
     average with its own ``device`` is not moved. To validate the average, Lightning swaps it with the weights of the model.
@@ -56,19 +57,18 @@ class Averages(L.Callback):
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.last.save_last_step(trainer)
 
-    # the average and its device have no public attribute; pyproject.toml bounds the version of lightning
     def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         for callback in _averaging(trainer.callbacks):  # type: ignore[attr-defined]
-            if callback._device is None and callback._average_model is not None:
-                callback._average_model.to(module.device)
+            if (average := average_of(callback)) is not None and not has_own_device(callback):
+                average.to(module.device)
 
     def on_validation_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        averaging = _averaging(trainer.callbacks)  # type: ignore[attr-defined]
-        models = [callback._average_model.module for callback in averaging if callback._average_model is not None]
+        averages = map(average_of, _averaging(trainer.callbacks))  # type: ignore[attr-defined]
         self._kept = [
             (average, average.detach().clone())
-            for model in models
-            for average, weight in zip(model.parameters(), module.parameters(), strict=True)
+            for copy in averages
+            if copy is not None
+            for average, weight in zip(copy.module.parameters(), module.parameters(), strict=True)
             if average.dtype != weight.dtype
         ]
 
@@ -193,7 +193,7 @@ def early_end(trainer: L.Trainer) -> list[str]:
     """Return why a run ended before ``trainer.max_steps``, in a line for each reason; [] if it did not."""
     if trainer.global_step >= trainer.max_steps:
         return []
-    from minitx.training.stop_at import StopAt
+    from minitx.training.stop_at_value import StopAt
 
     at = f"the run ended at step {trainer.global_step} of {trainer.max_steps}"
     stops: list[Any] = [each for each in trainer.callbacks if isinstance(each, EarlyStopping)]  # type: ignore[attr-defined]

@@ -141,7 +141,7 @@ def _sync(path: Path) -> None:
 
 
 def stored_state(config: Mapping[str, Any], model: Mapping[str, Any], task: Task) -> dict[str, Any]:
-    """Return the plain data that every checkpoint of a run contains: config, model, tokenizer and names of labels.
+    """Return the plain data that every checkpoint of a run contains: the config, the model, and facts about the data.
 
     Args:
         config: the config as plain data.
@@ -155,6 +155,7 @@ def stored_state(config: Mapping[str, Any], model: Mapping[str, Any], task: Task
         "tokenizer": tokenizer.to_dict() if isinstance(tokenizer, Tokenizer) else None,
         "first_id": task.first_id,
         "labels": list(task.label_names),
+        "data_checksum": task.checksum,
         "format": FORMAT,
     }
 

@@ -25,7 +25,8 @@ from minitx.data.tokenizer import Tokenizer
 from minitx.nn.config_differences import joined
 from minitx.training.checkpoint_files import load_weights, network_weights, read_checkpoint
 from minitx.training.devices import device_of
-from minitx.training.net import Net, network_of
+from minitx.training.net import Net
+from minitx.training.network_building import network_of
 from minitx.training.objectives import Objective, build_objective
 
 Network = TypeVar("Network", bound=nn.Module)

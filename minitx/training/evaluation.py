@@ -31,7 +31,9 @@ from minitx.data.task_loading import task_of_loaders
 from minitx.generation import beam_search, generate
 from minitx.generation.decoding import longest_of
 from minitx.nn.modes import evaluating
-from minitx.training.net import Net, in_own_dtype, network_of
+from minitx.training.input_dtype import in_own_dtype
+from minitx.training.net import Net
+from minitx.training.network_building import network_of
 from minitx.training.objectives import CrossEntropy, Objective, sums_of_rows
 from minitx.training.processes import whole_state
 
@@ -355,6 +357,8 @@ def evaluate_splits(
     """
     from lightning.pytorch.callbacks import WeightAveraging
 
+    from minitx.training.lightning_private import drop_average
+
     metrics = dict(trainer.callback_metrics)
 
     def print_metrics(split: Literal["val", "test"]) -> None:
@@ -374,7 +378,7 @@ def evaluate_splits(
         )
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, WeightAveraging):  # it would test the trained weights instead of the average
-                callback._average_model = None  # no public attribute; pyproject.toml bounds the version of lightning
+                drop_average(callback)
         trainer.test(module, datamodule=data, ckpt_path=best, weights_only=True, verbose=False)
         tested = dict(trainer.callback_metrics)
         total = len(as_split(data.task, "test"))

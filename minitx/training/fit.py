@@ -21,14 +21,16 @@ from minitx.config.schema import first_line, require
 from minitx.data.datamodule import DataModule
 from minitx.training import rank
 from minitx.training.checkpoint_callbacks import Averages, BestCheckpoint, LastCheckpoint, check_whole_weights, early_end
-from minitx.training.module import FIND_UNUSED, NonFiniteError, TrainingModule, reached_by_gradients
+from minitx.training.metrics_rows import StepLog
+from minitx.training.module import TrainingModule
+from minitx.training.nonfinite import NonFiniteError
 from minitx.training.outcome import summarise
 from minitx.training.resume_checks import check_free
 from minitx.training.run_folder import run_folder
-from minitx.training.step_log import StepLog
 from minitx.training.summary import summary
 from minitx.training.trackers import finish_wandb, resuming, send_facts
-from minitx.training.trainer import build_trainer, epoch_hooks
+from minitx.training.trainer import build_trainer
+from minitx.training.unsupported import epoch_hooks
 
 log = logging.getLogger(__name__)
 
@@ -116,8 +118,11 @@ class Run:
 
     def _noting_gradients(self, trainer: L.Trainer) -> AbstractContextManager[set[nn.Parameter] | None]:
         """A context for ``module.reached``. Only DDP that does not look for unused parameters must know it."""
-        waits = isinstance(trainer.strategy, DDPStrategy) and self.module.options.strategy != FIND_UNUSED
-        return reached_by_gradients(self.module.network) if waits else nullcontext()
+        if not isinstance(trainer.strategy, DDPStrategy):
+            return nullcontext()
+        from minitx.training.unused_parameters import FIND_UNUSED, reached_by_gradients
+
+        return nullcontext() if self.module.options.strategy == FIND_UNUSED else reached_by_gradients(self.module.network)
 
 
 def build_all(group: Mapping[str, Part | None], path: str, kind: type, **offered: Any) -> dict[str, Any]:
@@ -150,7 +155,7 @@ def build_callbacks(run: Run, folder: Path) -> list[L.Callback]:
     last = LastCheckpoint(folder / "checkpoints", options, run.state)
     callbacks: list[Any] = [Averages(last), StepLog(options.log_every, module.net.config, options.peak_tflops)]
     if options.stop_at is not None:
-        from minitx.training.stop_at import StopAt
+        from minitx.training.stop_at_value import StopAt
 
         callbacks.append(StopAt(**to_dict(options.stop_at)))
     if options.ckpt_every:

@@ -14,7 +14,7 @@ from minitx.config import ConfigError, InitFrom, Part, TransformerConfig, to_dic
 from minitx.config.part import FROM_PYTHON, find_target
 from minitx.config.schema import first_line
 from minitx.config.training import FOLDER_READER, MODEL
-from minitx.data.tokenizer import Tokenizer
+from minitx.data.tokenizer import LEARNED, Tokenizer
 from minitx.nn.config_differences import joined
 from minitx.training.checkpoint_files import load_weights, network_weights, read_checkpoint
 from minitx.training.net import Net
@@ -51,7 +51,7 @@ class Start:
             ConfigError: there is none, and ``data.tokenizer`` would train a new one.
         """
         kind = data.get("tokenizer")
-        if self.tokenizer is None and kind in ("char", "bpe"):
+        if self.tokenizer is None and kind in LEARNED:
             raise ConfigError(
                 f"data.tokenizer={kind} would be a new tokenizer, but the weights of init_from.path={self.path} were trained "
                 "with another one: data.tokenizer must name its file or folder, because it is not stored with the weights"

@@ -31,7 +31,8 @@ from minitx.nn.transfer import tensors_in
 from minitx.training.checkpoint_callbacks import check_whole_weights
 from minitx.training.devices import check_accelerator, cpu_precision, device_of
 from minitx.training.fit import build_all, log_on_rank_zero
-from minitx.training.net import Net, build_network
+from minitx.training.net import Net
+from minitx.training.network_building import build_network
 from minitx.training.optimizers import build_optimizer, check_strategy, describe_decay, freeze
 from minitx.training.processes import local_parts
 from minitx.training.run import check_evaluation, open_parts, with_objects

@@ -1,4 +1,4 @@
-"""``metrics.csv`` and its columns. ``step_log.StepLog`` computes the rows."""
+"""``metrics.csv`` and its columns. ``metrics_rows.StepLog`` computes the rows."""
 
 from __future__ import annotations
 

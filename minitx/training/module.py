@@ -12,10 +12,9 @@ import hashlib
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import lightning.pytorch as L
 import torch
@@ -23,16 +22,16 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from minitx.config import IGNORED, ConfigError, Part, TrainerConfig
-from minitx.config.failures import FailedRunError
 from minitx.config.schema import require
 from minitx.data.datamodule import DataModule
 from minitx.data.seeding import seed_device
 from minitx.data.task import Batch, Task
-from minitx.nn.config_differences import joined
 from minitx.nn.precision import widest_float
 from minitx.nn.transfer import to_host
 from minitx.training.checkpoint_files import network_weights
+from minitx.training.lightning_private import set_micro_batches
 from minitx.training.net import MASK_NAMES, Net
+from minitx.training.nonfinite import Latch, NonFiniteError, NonFiniteValidationError
 from minitx.training.objectives import (
     CrossEntropy,
     Objective,
@@ -43,41 +42,9 @@ from minitx.training.objectives import (
     validation_sums,
 )
 from minitx.training.optimizers import build_optimizer, check_strategy, freeze, keep_dtypes, skips_on_device
-from minitx.training.processes import is_sharded, largest_of_all, local_parts, set_gradient_sync, sum_over_processes, total_norm
+from minitx.training.processes import is_sharded, local_parts, set_gradient_sync, sum_over_processes, total_norm
 
 log = logging.getLogger(__name__)
-
-
-class NonFiniteError(FailedRunError):
-    """The loss or the gradient was not finite in step ``step``, counted from 0. The update of this step was skipped."""
-
-    phase = "training"
-
-    def __init__(self, step: int, loss: float, grad_norm: float) -> None:
-        super().__init__(step, loss, grad_norm)  # unchanged arguments, so that the error can be pickled
-        self.step, self.loss, self.grad_norm = step, loss, grad_norm
-
-    def __str__(self) -> str:
-        return (
-            f"loss or gradient is not finite in step {self.step + 1} (loss {self.loss:.4g}, gradient norm {self.grad_norm:.4g}); "
-            "the update was skipped. Lower optimizer.lr, set trainer.clip, or set on_nonfinite=record"
-        )
-
-
-class NonFiniteValidationError(NonFiniteError):
-    """The validation loss after ``step`` updates is not finite."""
-
-    phase = "validation"
-
-    def __str__(self) -> str:
-        return (
-            f"the validation loss after step {self.step} is not finite ({self.loss:.4g}). Lower optimizer.lr, or set "
-            "on_nonfinite=record"
-        )
-
-
-class UnusedParametersError(FailedRunError):
-    """A step left parameters without a gradient that several processes wait for, or that FSDP2 would add to others."""
 
 
 class TrainingModule(L.LightningModule):
@@ -228,13 +195,17 @@ class TrainingModule(L.LightningModule):
             self.step_sums = {name: value + self.step_sums[name] for name, value in others.items()}
         else:
             self.step_loss, self.step_sums, self.step_targets = share.detach(), others, targets
-        if world > 1:  # a loss of one process that is not finite shows in the gradient of all, even if its own is finite
+        if world > 1:
+            # its factor is 1, or NaN if the loss is not finite: then the gradient is NaN in every process, whatever the loss's own gradient
             share = share * (1 + 0 * share.detach())
         return share * world * accumulate
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._micro = 0
-        self._check_reached()
+        if self.reached is not None or self.options.strategy == "sharded":
+            from minitx.training.unused_parameters import check_reached
+
+            check_reached(self.network, self.reached, self.options, self.trainer)
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         self.grad_norm = total_norm(gradients)
         # all ranks must agree, but step_loss is local: with several ranks, check only the global gradient norm
@@ -245,29 +216,6 @@ class TrainingModule(L.LightningModule):
             torch._foreach_mul_(local_parts(gradients), factor)
         if self.device.type == "cpu" or not skips_on_device(optimizer):
             self.raise_if_nonfinite()
-
-    def _check_reached(self) -> None:
-        """Check that the processes have gradients of the same parameters. With FSDP2, only at steps with a row of metrics.
-
-        Raises:
-            UnusedParametersError: DDP has no gradient of a parameter, or FSDP2 has one in some processes only.
-        """
-        step = self.global_step
-        trained = {name: weight for name, weight in self.network.named_parameters() if weight.requires_grad}
-        if self.reached is not None:
-            unused = [name for name, weight in trained.items() if weight not in self.reached]
-            remedy = f"and DDP waits for them: set trainer.strategy={FIND_UNUSED}"
-        elif self.options.strategy == "sharded" and step % self.options.log_every == 0:
-            has_gradient = [int(weight.grad is not None) for weight in trained.values()]
-            largest = largest_of_all(self.trainer, *has_gradient, *(-number for number in has_gradient))
-            unused = [
-                name for name, most, least in zip(trained, largest, largest[len(trained) :], strict=False) if most != -least
-            ]
-            remedy = "in some processes only, which FSDP2 cannot train: use trainer=ddp"
-        else:
-            return
-        if unused:
-            raise UnusedParametersError(f"model: {unreached(unused)} step {step + 1} {remedy}")
 
     def raise_if_nonfinite(self) -> None:
         """Raise ``NonFiniteError`` if the latch is set.
@@ -343,69 +291,7 @@ class TrainingModule(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Recompute the number of past micro-batches, because ``trainer.accumulate`` may have changed."""
         self._resumed = checkpoint
-        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-        done = checkpoint["global_step"] * self.trainer.accumulate_grad_batches
-        for counts in (progress["current"], progress["total"]):
-            counts.update(dict.fromkeys(counts, done))
-
-
-class Latch:
-    """Store the first non-finite step on the device, and skip all updates from this step on.
-
-    ``step`` is the first non-finite step, counted from 0, or -1. It is copied from the device at most once after each
-    ``check``.
-
-    Fused optimizers skip an update if ``optimizer.found_inf`` is 1, so neither the check nor the skip waits for the host. For
-    an optimizer without ``found_inf`` (most optimizers that are not fused), the host checks at every step.
-    """
-
-    def __init__(self) -> None:
-        self.step: Tensor | int = -1
-        self._read: int | None = None  # the value of ``step`` on the host, if it was read since the last check
-
-    def check(self, optimizer: torch.optim.Optimizer, value: Tensor, step: int) -> None:
-        """Set the latch if ``value`` is not finite."""
-        bad_now = ~torch.isfinite(value.detach())
-        if not isinstance(self.step, Tensor):
-            self.step = torch.full_like(bad_now, -1, dtype=torch.long)
-        self.step, self._read = torch.where(bad_now & (self.step < 0), step, self.step), None
-        if skips_on_device(optimizer):  # other optimizers do not support it, and the host checks before their update
-            optimizer.found_inf = (self.step >= 0).float()  # type: ignore[attr-defined]
-
-    def note(self, step: int) -> None:
-        """Set the value on the host, if a caller has read ``step`` together with other numbers."""
-        self._read = step
-
-    def first_bad_step(self) -> int | None:
-        """Return the first non-finite step (counted from 0), or None. This waits for the device unless the value is known."""
-        self._read = int(self.step) if self._read is None else self._read
-        return None if self._read < 0 else self._read
-
-
-FIND_UNUSED: Final = "ddp_find_unused_parameters_true"
-"""The value of ``trainer.strategy`` for DDP that looks for parameters without a gradient in every step. The name is Lightning's."""
-
-
-@contextmanager
-def reached_by_gradients(network: nn.Module) -> Iterator[set[nn.Parameter]]:
-    """A context that yields the set of parameters that have received a gradient in it."""
-    reached = set[nn.Parameter]()
-    trained = [weight for weight in network.parameters() if weight.requires_grad]
-    handles = [weight.register_post_accumulate_grad_hook(lambda weight: reached.add(weight)) for weight in trained]  # type: ignore[arg-type]
-    try:
-        yield reached
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def unreached(names: Sequence[str]) -> str:
-    """Return the subject and the verb of a sentence about parameters.
-
-    >>> unreached(["a"]), unreached(["a", "b", "c", "d"])
-    ('a gets no gradient from', 'a, b, c and 1 more get no gradient from')
-    """
-    return f"{joined(names, ', ')} {'gets' if len(names) == 1 else 'get'} no gradient from"
+        set_micro_batches(checkpoint, checkpoint["global_step"] * self.trainer.accumulate_grad_batches)
 
 
 def hash_seed(*numbers: int) -> int:

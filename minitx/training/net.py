@@ -1,7 +1,6 @@
 """One interface to any network: ``Net.of`` wraps our models, models of transformers, and any other module.
 
-A ``Net`` calls its network with a batch, and provides its title, sizes, node for a checkpoint, text-generating module, layers
-and head. ``build_network`` builds the network of a run.
+A ``Net`` calls its network with a batch, and provides its title, sizes, node for a checkpoint, text-generating module and head.
 
 Here, the *network* is the module that is trained, and the *model* is inside it: the same module, unless the network is a wrapper of
 ``torch.compile`` or PEFT. ``net`` is the ``Net`` of a network.
@@ -9,31 +8,24 @@ Here, the *network* is the module that is trained, and the *model* is inside it:
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from minitx.config import ConfigError, Part, TransformerConfig, to_dict
 from minitx.config.part import FROM_PYTHON
-from minitx.config.schema import nearest, require, stated
+from minitx.config.schema import require, stated
 from minitx.config.training import MODEL
-from minitx.data.seeding import seed_device
-from minitx.data.task import Batch, Task, without_targets
-from minitx.data.task_loading import FIRST_INPUT, lightning_base, overrides
+from minitx.data.task import Batch, without_targets
+from minitx.data.task_loading import FIRST_INPUT
 from minitx.nn.arguments import Arguments
-from minitx.nn.config_differences import changes_of, hooked_modules, joined
+from minitx.nn.config_differences import changes_of
 from minitx.nn.modes import evaluating
 from minitx.nn.positions import position_ids_from
-
-if TYPE_CHECKING:
-    from minitx.data.datamodule import DataModule
 
 log = logging.getLogger(__name__)
 
@@ -263,34 +255,6 @@ class Net:
         """
         return data.get("context_len")
 
-    def train(self) -> list[str]:
-        """Put the network into training mode, and return the names of the modules that stay in evaluation mode (``_kept_in_eval``).
-
-        PEFT freezes the whole model, so with PEFT all modules are put into training mode.
-        """
-        kept = [] if hasattr(self.network, "get_base_model") else _kept_in_eval(self.network)
-        self.network.train()
-        for name in kept:
-            self.network.get_submodule(name).eval()
-        return kept
-
-
-def _kept_in_eval(module: nn.Module, name: str = "", parent: nn.Module | None = None) -> list[str]:
-    """Return the names of the outermost modules in evaluation mode that a run leaves in it.
-
-    A module in evaluation mode was put there on purpose if all of its parameters are frozen, or if it is a single layer, such as
-    a batch norm, inside a module in training mode. Other modules are there because ``from_pretrained`` of transformers returns
-    models in evaluation mode, without dropout.
-    """
-    if not module.training:
-        trained = [parameter.requires_grad for parameter in module.parameters()]
-        is_frozen = bool(trained) and not any(trained)
-        is_single_layer = next(module.children(), None) is None and parent is not None and parent.training
-        if is_frozen or is_single_layer:
-            return [name]
-    children = [(f"{name}.{child}".removeprefix("."), part) for child, part in module.named_children()]
-    return [kept for child, part in children for kept in _kept_in_eval(part, child, module)]
-
 
 class Ours(Net):
     """One of our models."""
@@ -427,152 +391,3 @@ def _inside(network: Any) -> Any:
         if inner is None:
             return network
         network = inner
-
-
-# --- building the network of a run
-
-# possible (architecture, head) for each kind of task
-_MODELS_OF = {
-    "language_model": (("decoder", "lm"),),
-    "masked_lm": (("encoder", "lm"),),
-    "seq2seq": (("encoder_decoder", "lm"),),
-    "classify": (("encoder", "sequence"), ("vision", "sequence")),
-    "tag": (("encoder", "token"),),
-}
-
-_LENGTHS = ("max_source_len", "max_target_len")
-"""Fields of data in pairs: the longest row on each side."""
-
-
-def build_network(part: Part, data: DataModule, precision: str = "32-true") -> nn.Module:
-    """Return the network of a run. Its weights depend only on the seed, ``data.seed``.
-
-    Raises:
-        ConfigError: the model cannot be built, does not match the data, or is a LightningModule with its own training step; or
-            the data has fewer rows than a batch.
-    """
-    data.check_batch()
-    seed_device(data.seed)
-    model = network_of(part, data)
-    base = lightning_base(model, "LightningModule")
-    if base is not None and overrides(model, base, "training_step"):
-        raise ConfigError(
-            f"model: {type(model).__name__} is a LightningModule with its own training_step, but minitx does not call it: "
-            "train it with Lightning's Trainer and import blocks of minitx, or pass its network as model"
-        )
-    net = Net.of(model)
-    data.number_labels_as(net.label_names)
-    fields = decided_fields(data.task)
-    net.check_sizes(fields, max(data.task.longest or 0, *(fields.get(name, 0) for name in _LENGTHS)))
-    if parts := net.train():
-        log.info("model: stays in evaluation mode: %s", joined(parts, ", "))
-    if part.is_object and (changes := net.changes()):
-        log.info("model: load its checkpoints with load_model(path, model=...), because %s", joined(changes))
-    if net.config is not None and (hooked := hooked_modules(model)):
-        log.info("model: checkpoints do not contain the hooks of %s", joined(hooked, ", "))
-    if precision == "64-true":
-        model.double()  # Lightning does this only after loading a checkpoint in float32
-    return model
-
-
-def network_of(part: Part, data: DataModule | None = None) -> nn.Module:
-    """Build the network of a part. If ``data`` is not None, it determines some of the fields.
-
-    Raises:
-        ConfigError: the model cannot be built, does not match the data, or is not a ``torch.nn.Module``.
-    """
-    offered: dict[str, Any] = {}
-    if data is not None and isinstance(part.fields, TransformerConfig):
-        part = part.with_fields(fitted(part.fields, data))
-    elif data is not None:
-        offered = {**decided_fields(data.task), "task": data.task.kind, "tokenizer": data.task.tokenizer}
-    model = part.build(**offered)
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model._target_={part.name} must return a torch.nn.Module, got {type(model).__name__}")
-    return model
-
-
-def decided_fields(task: Task) -> dict[str, Any]:
-    """Return the fields of a model that the data determines, under common names such as ``num_classes``."""
-    fields = dict(task.model_fields)
-    for name, other in (("num_labels", "num_classes"), ("num_classes", "num_labels")):
-        if name in fields:
-            fields.setdefault(other, fields[name])
-    return fields
-
-
-def fitted(model: TransformerConfig, data: DataModule) -> TransformerConfig:
-    """Return the config of one of our models with the fields that the data determines: vocabulary, labels, images, special ids.
-
-    Raises:
-        ConfigError: the model is for another task, or its fields differ from the data's.
-    """
-    fields = decided_fields(data.task)
-    _check_kind(model, data.task, fields)
-    changes = {}
-    known = [field.name for field in dataclasses.fields(model)]
-    for name, value in fields.items():
-        if name in ("num_classes", *_LENGTHS):
-            continue
-        if name not in known:
-            raise ConfigError(
-                f"the data sets model.{name}={value}, but a model has no such field{nearest(name, known, 'model.')}"
-            )
-        current = getattr(model, name)
-        if current and not name.endswith("_id") and (current < value if name == "vocab_size" else current != value):
-            label = {"vocab_size": "the vocabulary"}.get(name, name)
-            relation = "is smaller than" if name == "vocab_size" else "differs from"
-            raise ConfigError(f"model.{name}={current} {relation} {label} of the data, {value}")
-        changes[name] = value if current is None or (current == 0 and not name.endswith("_id")) else current
-        if name == "eos_id" and current is not None:  # the end token of the data ends a text, in addition to the model's
-            ends = dict.fromkeys(id for ids in (current, value) for id in (ids if isinstance(ids, tuple | list) else [ids]))
-            changes[name] = tuple(ends) if len(ends) > 1 else value
-    return dataclasses.replace(model, **changes)
-
-
-def _check_kind(model: TransformerConfig, task: Task, fields: Mapping[str, Any]) -> None:
-    """Refuse a model for another kind of task. A kind of task that is not ours accepts any model."""
-    if task.kind not in _MODELS_OF:
-        return
-    kinds = [kind for kind in _MODELS_OF[task.kind] if (kind[0] == "vision") == ("image_size" in fields)]
-    pair = model.architecture, model.head
-    if pair not in kinds:
-        actual, *possible = (f"model.architecture={kind} with model.head={head}" for kind, head in (pair, *kinds))
-        raise ConfigError(f"{actual} does not fit {task.name}: it needs {' or '.join(possible)}")
-
-
-PURE = ("64-true", "bf16-true")
-"""The precisions with one dtype, other than float32, for weights and computations."""
-
-
-def in_own_dtype(network: nn.Module) -> RemovableHandle:
-    """Make a network convert floating-point inputs, such as pixels, to the dtype of its weights. The handle undoes it.
-
-    Lightning converts only batches of Lightning's loops.
-    """
-    return network.register_forward_pre_hook(_to_own_dtype, with_kwargs=True)
-
-
-@contextmanager
-def prepared_network(network: nn.Module, precision: str) -> Iterator[None]:
-    """A context for the run of a network that may be the user's: it converts inputs to its dtype.
-
-    Afterwards, this hook is removed, and the same parameters are trainable as before.
-    """
-    trainable = {name: parameter.requires_grad for name, parameter in network.named_parameters()}
-    hook = in_own_dtype(network) if precision in PURE else None
-    try:
-        yield
-    finally:
-        if hook is not None:
-            hook.remove()
-        for name, parameter in network.named_parameters():
-            parameter.requires_grad_(trainable.get(name, parameter.requires_grad))
-
-
-def _to_own_dtype(module: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the inputs of a network, floating-point ones in the dtype of its largest weight. Norms may have another dtype."""
-    # sorted, because torch.compile cannot trace max with a key; empty for a network without floating-point weights
-    largest = sorted((weight for weight in module.parameters() if weight.is_floating_point()), key=torch.Tensor.numel)[-1:]
-    numbers = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
-    return args, {**inputs, **{name: x.to(weight.dtype) for weight in largest for name, x in numbers.items()}}

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from minitx.training.metrics_csv import finite, read_metrics
-from minitx.training.module import NonFiniteError
+from minitx.training.nonfinite import NonFiniteError
 
 
 def summarise(

@@ -12,8 +12,9 @@ from typing import Any
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import TQDMProgressBar
 
+from minitx.training.metrics_rows import StepLog
 from minitx.training.module import TrainingModule
-from minitx.training.step_log import StepCallback, StepLog
+from minitx.training.step_callback import StepCallback
 
 log = logging.getLogger(__name__)
 

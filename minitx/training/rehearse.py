@@ -20,7 +20,7 @@ import math
 import tempfile
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -41,7 +41,8 @@ from minitx.training import StoppedError
 from minitx.training.checkpoint_files import load_weights, network_weights, read_checkpoint
 from minitx.training.devices import device_of
 from minitx.training.fit import Run
-from minitx.training.module import FIND_UNUSED, NonFiniteError, TrainingModule, reached_by_gradients, unreached
+from minitx.training.module import TrainingModule
+from minitx.training.nonfinite import NonFiniteError
 from minitx.training.processes import as_one_process
 from minitx.training.trainer import AtomicCheckpointIO
 
@@ -79,7 +80,7 @@ def rehearse(run: Run) -> None:
             with restored_afterwards(module, device), naming_faulty_part(module, run.callbacks):
                 compare_rows(module, two.batch, device)
                 reached = [] if is_alone else reached_by_each(module, rows, device)
-                with tempfile.TemporaryDirectory() as folder, reached_by_gradients(module.network) as reached_in_training:
+                with tempfile.TemporaryDirectory() as folder, _noting_gradients(module, is_alone) as reached_in_training:
                     _fit_and_load(shortened(run, two, device), Path(folder))
         except ConfigError as error:
             if options.strategy != "sharded" or not isinstance(error.__cause__, torch.OutOfMemoryError):
@@ -87,33 +88,18 @@ def rehearse(run: Run) -> None:
             log.info("trainer.rehearse: the run is not rehearsed, because %s cannot hold the whole model", device)
             return
     if not is_alone:
-        prepare_for_unused(module, [*reached, reached_in_training])
+        from minitx.training.unused_parameters import prepare_for_unused
+
+        module.options = prepare_for_unused(module.network, options, [*reached, reached_in_training])
 
 
-def prepare_for_unused(module: TrainingModule, reached: Sequence[set[nn.Parameter]]) -> None:
-    """Let a run of several processes cope with parameters that have no gradient after a backward pass, and log their names.
+def _noting_gradients(module: TrainingModule, is_alone: bool) -> AbstractContextManager[set[nn.Parameter]]:
+    """A context for the set of parameters that get a gradient in it. A run of one process does not need it."""
+    if is_alone:
+        return nullcontext(set())
+    from minitx.training.unused_parameters import reached_by_gradients
 
-    DDP waits for the gradient of every parameter, unless it looks for unused ones. FSDP2 adds up the gradients of a layer by their
-    order, so they must belong to the same parameters in every process.
-
-    Args:
-        reached: for several backward passes, the parameters that had a gradient afterwards. A pass without any, of a row without
-            targets, does not count.
-
-    Raises:
-        ConfigError: some passes reach a parameter and others do not, but the run shards the model.
-    """
-    options = module.options
-    trained = {weight: name for name, weight in module.network.named_parameters() if weight.requires_grad}
-    passes = [weights for weights in reached if weights]
-    unused = {weight: name for weight, name in trained.items() if not all(weight in weights for weights in passes)}
-    sometimes = [name for weight, name in unused.items() if any(weight in weights for weights in passes)]
-    if options.strategy == "sharded" and sometimes:
-        raise ConfigError(f"model: {unreached(sometimes)} some rows, and FSDP2 cannot train such a model: use trainer=ddp")
-    if unused and options.strategy != "sharded":
-        rows = "some rows" if sometimes else "any row"
-        log.info("model: %s %s: DDP looks for unused parameters in every step", unreached([*unused.values()]), rows)
-        module.options = dataclasses.replace(options, strategy=FIND_UNUSED)
+    return reached_by_gradients(module.network)
 
 
 def _fit_and_load(run: Run, folder: Path) -> None:
@@ -204,7 +190,7 @@ def reached_by_each(module: TrainingModule, batch: Batch, device: torch.device) 
     reached = []
     with evaluating(module.network), torch.enable_grad():
         for row in range(len(batch["labels"])):
-            with reached_by_gradients(module.network) as reached_now:
+            with _noting_gradients(module, is_alone=False) as reached_now:
                 _sums_over(module, [{name: value.to(device) for name, value in select_rows(batch, [row]).items()}])
             reached.append(reached_now)
     return reached

@@ -48,7 +48,8 @@ def check_resumed(path: str | None, parts: Mapping[str, Part], state: Mapping[st
 
     Raises:
         ConfigError: the file does not exist, is not a checkpoint of minitx, is beyond ``trainer.max_steps``, or was written
-            with another model, optimizer, schedule or number of steps (``check_length``). The message names the differences.
+            with another model, optimizer, schedule, tokenizer, number of steps (``check_length``), or on other data. The message
+            names the differences.
     """
     if path is None:
         return 0
@@ -65,6 +66,12 @@ def check_resumed(path: str | None, parts: Mapping[str, Part], state: Mapping[st
     if not all("lr_lambdas" in entry for entry in checkpoint["lr_schedulers"]):  # a LambdaLR stores no number of steps
         check_length(parts["schedule"], saved["trainer"], current["trainer"], named)
     _check_tokenizer(named, stored["tokenizer"], state["tokenizer"])
+    for name in ("data_checksum", "labels"):
+        if stored.get(name) and state[name] and stored[name] != state[name]:
+            raise ConfigError(
+                f"{named} was trained on other data: {'; '.join(changes['data']) or 'rows or labels have changed'}. "
+                "Resume with the old data, or start a new run from the weights with init_from.path"
+            )
     of_rows = [f"seed {saved['seed']} != {current['seed']}"] if saved["seed"] != current["seed"] else []
     of_rows += changes["data"]
     other_rows = "another seed or other data, so rows may be repeated or skipped"

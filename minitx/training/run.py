@@ -20,13 +20,15 @@ from minitx.data.task import Task
 from minitx.training.checkpoint_files import stored_state
 from minitx.training.devices import process_settings
 from minitx.training.fit import Run
-from minitx.training.init_from import load_start
+from minitx.training.input_dtype import prepared_network
 from minitx.training.module import build_module
-from minitx.training.net import Net, build_network, decided_fields, prepared_network
+from minitx.training.net import Net
+from minitx.training.network_building import build_network, decided_fields
 from minitx.training.rehearse import rehearse
 from minitx.training.resume_checks import check_free, check_resumed
 from minitx.training.summary import describe_training
-from minitx.training.trainer import check_extra, quiet_lightning
+from minitx.training.trainer import quiet_lightning
+from minitx.training.unsupported import check_extra
 
 
 def train(
@@ -131,7 +133,11 @@ def open_parts(
     Args:
         build_empty: builds a network without numbers, and no weights are loaded. None: ``build_network``.
     """
-    start = load_start(config.init_from)  # for the tokenizer, the labels and the weights; freed when this function returns
+    start: Any = None  # for the tokenizer, the labels and the weights; freed when this function returns
+    if config.init_from.path is not None:
+        from minitx.training.init_from import load_start
+
+        start = load_start(config.init_from)
     tokenizer = None if start is None else start.tokenizer_for(config.data)
     data = open_data(config.data, config.trainer, seed=config.seed, tokenizer=tokenizer)
     data.number_labels_as(() if start is None else start.labels)

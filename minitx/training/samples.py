@@ -20,7 +20,7 @@ from minitx.nn.modes import evaluating
 from minitx.nn.transfer import to_device, to_host
 from minitx.training.json_lines import add_records, drop_records
 from minitx.training.module import TrainingModule, hash_seed
-from minitx.training.step_log import StepCallback
+from minitx.training.step_callback import StepCallback
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 class _ExactMeans(Strategy):
     """Reduce whole numbers to their mean without rounding.
 
-    Lightning rounds it down. The metric of a callback that logs with ``sync_dist=True`` is divided by such a mean, of the numbers of rows.
+    Lightning rounds this mean down. It divides a metric that a callback logs with ``sync_dist=True`` by the mean number of rows.
     """
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

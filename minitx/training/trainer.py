@@ -1,37 +1,26 @@
-"""Lightning's Trainer for the options of a run, with the arguments that it may not have, and without its notices."""
+"""Lightning's Trainer for the options of a run, without its notices."""
 
 from __future__ import annotations
 
-import difflib
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    BatchSizeFinder,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-    ModelCheckpoint,
-    StochasticWeightAveraging,
-)
 from lightning.pytorch.plugins import DoublePrecision, MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 
 from minitx.config import ConfigError, TrainerConfig
-from minitx.config.part import parameter_names
-from minitx.config.schema import defaults, first_line
-from minitx.config.training import REPLACED
+from minitx.config.schema import first_line
 from minitx.training.checkpoint_files import read_checkpoint, write_checkpoint
 from minitx.training.devices import cpu_precision, device_of
+from minitx.training.lightning_private import share_no_sigterm
 from minitx.training.metrics_csv import MetricsFile
-from minitx.training.module import FIND_UNUSED
+from minitx.training.unsupported import check_callbacks
 
 
 class AtomicCheckpointIO(CheckpointIO):
@@ -60,7 +49,7 @@ def build_trainer(
     ``TrainingModule`` does its own clipping and logging, and the loaders of ``DataModule`` give each process its own batches.
 
     Raises:
-        ConfigError: Lightning does not accept the arguments. The message names ``trainer.extra`` if Lightning accepts them without it.
+        ConfigError: Lightning does not accept the arguments, or a callback is not supported.
     """
     check_callbacks(callbacks)
     on_devices = device_arguments(options)
@@ -86,54 +75,9 @@ def build_trainer(
     try:
         trainer = L.Trainer(**{**arguments, **options.extra})
     except Exception as error:
-        key = "trainer"
-        with suppress(ConfigError):
-            if options.extra:
-                build_trainer(replace(options, extra={}), folder, loggers, callbacks, resumed_step, checkpoints)
-                key = "trainer.extra"
-        raise ConfigError(f"{key}: {first_line(error)}") from error
-    # Before every micro-batch, Lightning waits for the device and broadcasts whether SIGTERM was received. LastCheckpoint shares
-    # signals at fewer steps. There is no public switch for this; pyproject.toml bounds the version of lightning.
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+        raise ConfigError(f"trainer: {first_line(error)}") from error
+    share_no_sigterm(trainer)
     return trainer
-
-
-def key_of_argument(name: str) -> str | None:
-    """Return the key for an argument of Lightning's Trainer, or None if the Trainer has no such argument.
-
-    >>> key_of_argument("gradient_clip_val"), key_of_argument("devices"), key_of_argument("benchmark"), key_of_argument("foo")
-    ('trainer.clip', 'trainer.devices', 'trainer.extra.benchmark', None)
-    """
-    if name not in parameter_names(L.Trainer):
-        return None
-    return REPLACED.get(name, f"trainer.{name}" if name in defaults(TrainerConfig) else f"trainer.extra.{name}")
-
-
-def check_extra(extra: Mapping[str, Any]) -> None:
-    """Refuse entries of ``trainer.extra`` that Lightning's Trainer does not know, that have a key, or that have no effect.
-
-    Raises:
-        ConfigError: ``extra`` has such an entry. The message names the key, or a similar argument.
-    """
-    for name in sorted(extra):
-        key = key_of_argument(name)
-        if key is None:
-            near = difflib.get_close_matches(name, sorted(parameter_names(L.Trainer)), n=1)
-            meant = f" (did you mean {key_of_argument(near[0])}?)" if near else ""
-            raise ConfigError(f"trainer.extra.{name} is not an argument of Lightning's Trainer{meant}")
-        if key != f"trainer.extra.{name}":
-            raise ConfigError(f"trainer.extra.{name} is not allowed: use {key}")
-        if name in NO_EFFECT:
-            raise ConfigError(f"trainer.extra.{name} has no effect{NO_EFFECT[name]}")
-
-
-_OF_EPOCHS = ("limit_train_batches", "check_val_every_n_epoch", "min_epochs", "reload_dataloaders_every_n_epochs")
-
-NO_EFFECT = {
-    "gradient_clip_algorithm": ": the training step clips by norm",
-    **dict.fromkeys(("use_distributed_sampler", *_OF_EPOCHS), " on the data of a Task"),
-}
-"""Arguments of Lightning's Trainer that have no effect on our training step or data, with the reason."""
 
 
 def validation_of(options: TrainerConfig) -> dict[str, Any]:
@@ -141,50 +85,6 @@ def validation_of(options: TrainerConfig) -> dict[str, Any]:
     assert options.max_steps is not None  # see ``in_steps``
     steps = min(options.val_every or options.max_steps, options.max_steps)
     return {"val_check_interval": steps * options.accumulate, "check_val_every_n_epoch": None}
-
-
-NOT_FOR_RUNS = {
-    StochasticWeightAveraging: "averages at the end of the last epoch, after the last validation and checkpoint, so its result would not be "
-    "saved: use 'callbacks=[default,ema]' to average by step",
-    GradientAccumulationScheduler: "changes the micro-batches of a step by epoch, but the data of a Task has only one epoch: set "
-    "trainer.accumulate",
-    BatchSizeFinder: "changes the batch during the run, and its trials would not end: set data.batch_size",
-    LearningRateFinder: "trains before the run with rates of its own: try rates with -m optimizer.lr=1e-3,3e-3",
-    BaseFinetuning: "unfreezes layers by epoch, but the whole run is one epoch: freeze weights with optimizer.rules (trainable: false), and "
-    "start a second run from the first with init_from.path, or set requires_grad in a callback of yours, by trainer.global_step",
-}
-"""Callbacks of Lightning that a run cannot have, with the reason and what to use instead."""
-
-
-def check_callbacks(callbacks: Sequence[L.Callback]) -> None:
-    """Raise a ConfigError if a callback is in ``NOT_FOR_RUNS``, or saves by a validation metric before the validation of its step."""
-    for callback in callbacks:
-        if isinstance(callback, ModelCheckpoint) and _saves_early(callback):
-            raise ConfigError(
-                f"callbacks: {type(callback).__name__} with every_n_train_steps or train_time_interval saves before the validation of a step, "
-                f"so monitor={callback.monitor} would belong to earlier weights: remove them to save after each validation (trainer.val_every)"
-            )
-        for kind, reason in NOT_FOR_RUNS.items():
-            if isinstance(callback, kind):
-                raise ConfigError(f"callbacks: {type(callback).__name__} {reason}")
-
-
-def _saves_early(callback: ModelCheckpoint) -> bool:
-    """Whether a callback saves by a validation metric, but not after a validation."""
-    # these have no public attribute; pyproject.toml bounds the version of lightning
-    by_steps = callback._every_n_train_steps or callback._train_time_interval
-    return bool(by_steps) and (callback.monitor or "").startswith("val_")
-
-
-def epoch_hooks(callbacks: Sequence[L.Callback]) -> list[str]:
-    """Return a line for each hook of a user's callback that Lightning calls once an epoch, because a run is a single epoch."""
-    return [
-        f"callbacks: {type(callback).__name__}.{hook} is called once, because Lightning counts the whole run as one epoch: for a call "
-        "after each validation, use on_validation_end"
-        for callback in callbacks
-        for hook in ("on_train_epoch_start", "on_train_epoch_end")
-        if getattr(type(callback), hook).__module__.partition(".")[0] not in ("lightning", "pytorch_lightning", "minitx")
-    ]
 
 
 def device_arguments(options: TrainerConfig) -> dict[str, Any]:
@@ -199,6 +99,7 @@ def device_arguments(options: TrainerConfig) -> dict[str, Any]:
     strategy: Strategy = SingleDeviceStrategy(device)  # for unknown devices Lightning would use the CPU
     if options.world_size > 1 or options.strategy != "auto":
         from minitx.training import sharding
+        from minitx.training.unused_parameters import FIND_UNUSED
 
         is_sharded, find_unused = options.strategy == "sharded", options.strategy == FIND_UNUSED
         strategy = sharding.Sharded(options.world_size) if is_sharded else sharding.ddp(find_unused=find_unused)

@@ -30,7 +30,7 @@ def callback(name, **options):
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """``run("name", "more=overrides")`` trains on a small text; gives the folder and what came of it."""
-    monkeypatch.setattr("minitx.data.corpus.data_dir", lambda: tmp_path / "data")
+    monkeypatch.setattr("minitx.data.token_cache.data_dir", lambda: tmp_path / "data")
     text = tmp_path / "text.txt"
     text.write_text(POEM * 9, encoding="utf-8")
 

@@ -26,7 +26,7 @@ from minitx.config import ConfigError
 from minitx.data.datamodule import open_data
 from minitx.training.checkpoint_files import network_weights, read_checkpoint
 from minitx.training.metrics_csv import read_metrics
-from minitx.training.net import network_of
+from minitx.training.network_building import network_of
 
 ROOT = Path(__file__).parents[2]
 ARMS = compose_grid(["experiment=scaling_ablation", "ablation=smoke"]).arms

@@ -78,7 +78,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     (folder / "text.txt").write_text(TEXT * 60, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("minitx.data.corpus.data_dir", lambda: shared_data)
+        patch.setattr("minitx.data.token_cache.data_dir", lambda: shared_data)
         for name, words in RUNS.items():
             path = [f"data.path={folder / 'text.txt'}"] if "data=text" in words else []
             run_training(compose_config([*SHORT, *words.split(), *path]), folder / name, "a test")
@@ -97,7 +97,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared_data: Path) ->
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("minitx.data.corpus.data_dir", lambda: shared_data)
+    monkeypatch.setattr("minitx.data.token_cache.data_dir", lambda: shared_data)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr("minitx.analysis.film.LAST_FRAMES", 2)  # each is drawn
     yield folder

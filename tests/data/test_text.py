@@ -5,9 +5,11 @@ import pytest
 import torch
 
 from minitx.data import masked
+from minitx.data.baselines import unigram_nll
 from minitx.data.batches import Address, TrainSource, ValSource
-from minitx.data.corpus import MaskedRows, TokenArray, TrainingWindows, ValidationWindows, unigram_nll
+from minitx.data.corpus import MaskedRows, TrainingWindows, ValidationWindows
 from minitx.data.splits import as_split
+from minitx.data.token_cache import TokenArray
 from tests.data.conftest import batch_of, split_of
 
 

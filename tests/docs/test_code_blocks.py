@@ -232,7 +232,7 @@ def shared_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared_data: Path) -> Path:
     """An empty current folder, as the root of a checkout without the code."""
-    monkeypatch.setattr("minitx.data.corpus.data_dir", lambda: shared_data)
+    monkeypatch.setattr("minitx.data.token_cache.data_dir", lambda: shared_data)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", shared_data / "datasets")
     monkeypatch.setattr("minitx.analysis.film.LAST_FRAMES", 2)  # each is drawn
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -38,7 +38,7 @@ from minitx.config.schema import read
 from minitx.config.training import Model
 from minitx.nn import MultiHeadAttention, QKNorm, Rotary, build_model, fold_scale
 from minitx.nn.counting import count_flops
-from minitx.training.net import network_of
+from minitx.training.network_building import network_of
 
 E, H, D, L = 24, 2, 6, 7
 SMALL = {"embed_dim": 24, "ffn_dim": 20, "max_len": 16, "vocab_size": 11}

@@ -172,7 +172,7 @@ def test_the_cost_of_the_parts_is_drawn_and_attention_grows_as_the_square(exampl
 
 @pytest.mark.slow
 def test_the_heads_of_a_checkpoint_are_scored_on_its_rows_and_on_a_treebank(example, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("minitx.data.corpus.data_dir", lambda: tmp_path)
+    monkeypatch.setattr("minitx.data.token_cache.data_dir", lambda: tmp_path)
     heads, text, trees = example("heads"), tmp_path / "text.txt", tmp_path / "trees.conllu"
     text.write_text(TEXT * 60, encoding="utf-8")
     trees.write_text((ROOT / "tests" / "examples" / "data" / "few.conllu").read_text(encoding="utf-8") * 5, encoding="utf-8")

@@ -282,7 +282,7 @@ WRITTEN = (
     Fault(
         "stop_at_resume",
         "stop_at × resume: the window of the metric begins anew",
-        "minitx/training/stop_at.py:StopAt.load_state_dict",
+        "minitx/training/stop_at_value.py:StopAt.load_state_dict",
         'state_dict["reached"], list(state_dict["last"])',
         'state_dict["reached"], []',
     ),
@@ -311,7 +311,7 @@ WRITTEN = (
         "ema_test_best",
         "EMA × evaluation.test=best: the trained weights are tested, and not their average",
         "minitx/training/evaluation.py:evaluate_splits",
-        "callback._average_model = None",
+        "drop_average(callback)",
         "pass",
     ),
     Fault(
@@ -507,7 +507,7 @@ SUITE = {
     "training/module": ("training/test_module", "training/test_steps", "training/test_resume", "training/test_resume_optimizers",
                         "training/test_parts", "training/test_devices"),
     "training/checkpoint_callbacks": ("training/test_steps", "training/test_samples", "training/test_resume", "training/test_outcome"),
-    "training/stop_at": ("training/test_steps", "training/test_resume"),
+    "training/stop_at_value": ("training/test_steps", "training/test_resume"),
     "training/run": ("training/test_steps", "training/test_outcome", "training/test_parts", "training/test_foreign"),
     "analysis": ("analysis/test_capture", "analysis/test_intervene", "analysis/test_adopted"),
     "interop": ("interop/test_adopt", "nn/test_fold_scale", "interop/test_lora"),

@@ -29,7 +29,7 @@ from tests.lattice import runs
 from tests.lattice.test_run_lattice import QUICK_OF_SEVERAL, SLOW_OF_SEVERAL
 
 PROCESSES, MODULE, CALLBACKS, STEP_LOG = (
-    f"minitx/training/{name}.py" for name in ("processes", "module", "checkpoint_callbacks", "step_log")
+    f"minitx/training/{name}.py" for name in ("processes", "module", "checkpoint_callbacks", "metrics_rows")
 )
 FAULTS = (
     Fault(
@@ -115,7 +115,7 @@ FAULTS = (
     Fault(
         "stop_by_one_rank",
         "the metric that ends a run is that of each process",
-        "minitx/training/stop_at.py:StopAt.on_step",
+        "minitx/training/stop_at_value.py:StopAt.on_step",
         "rule.add(step_means(trainer, module))",
         'rule.add({**step_means(trainer, module), "train_loss": float(module.step_loss) * trainer.world_size})',
     ),
@@ -247,8 +247,8 @@ FAULTS = (
     Fault(
         "reached_by_one_rank",
         "FSDP2: each process looks at its own gradients alone",
-        f"{MODULE}:TrainingModule._check_reached",
-        "largest_of_all(self.trainer, *has_gradient, *(-number for number in has_gradient))",
+        "minitx/training/unused_parameters.py:check_reached",
+        "largest_of_all(trainer, *has_gradient, *(-number for number in has_gradient))",
         "[*has_gradient, *(-number for number in has_gradient)]",
     ),
     Fault(

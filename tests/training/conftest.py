@@ -17,7 +17,7 @@ POEM = "Once upon a midnight dreary, while I pondered, weak and weary,\nOver man
 @pytest.fixture
 def make_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunConfig]:
     """A tiny config; keywords ``group__key=value`` set a key of a group or of a callback, others a key of the run."""
-    monkeypatch.setattr("minitx.data.corpus.data_dir", lambda: tmp_path / "data")
+    monkeypatch.setattr("minitx.data.token_cache.data_dir", lambda: tmp_path / "data")
     text = tmp_path / "text.txt"
     text.write_text(POEM * 9, encoding="utf-8")
     model = node(build_model, embed_dim=8, num_heads=2, num_layers=1, ffn_dim=16, max_len=16, init="lecun")

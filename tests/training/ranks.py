@@ -152,7 +152,7 @@ def say_nothing() -> None:
 
 def train_as(overrides: list[str], folder: Path, data: Path) -> dict[str, Any]:
     """``train.py OVERRIDES`` in ``folder``, with caches of data in ``data``; the run's result."""
-    import minitx.data.corpus
+    import minitx.data.token_cache
 
-    minitx.data.corpus.data_dir = lambda: data  # type: ignore[assignment]
+    minitx.data.token_cache.data_dir = lambda: data  # type: ignore[assignment]
     return run_training(compose_config(overrides), folder, "command")

@@ -17,7 +17,7 @@ from ranks import run_ranks
 from torch import nn
 from torch.autograd import forward_ad
 
-import minitx.data.corpus
+import minitx.data.token_cache
 from minitx.ablation.design import ThresholdConfig
 from minitx.ablation.thresholds import RateRuns
 from minitx.cli import evaluate, export, generate, view
@@ -50,7 +50,7 @@ def on_both(scenario, folder, config, *arguments):
 
 def _on_both(scenario, folder, config, arguments):
     pretend.register()
-    minitx.data.corpus.data_dir = lambda: folder / "data"
+    minitx.data.token_cache.data_dir = lambda: folder / "data"
     return scenario(config, folder / "cpu", *arguments), scenario(pretend.on_device(config), folder / "device", *arguments)
 
 
@@ -503,7 +503,7 @@ def poisoned(configs, folder):
 
 def _poisoned_on_both(folder, configs):
     pretend.register()
-    minitx.data.corpus.data_dir = lambda: folder / "data"
+    minitx.data.token_cache.data_dir = lambda: folder / "data"
     return poisoned(configs, folder / "cpu"), poisoned([*map(pretend.on_device, configs)], folder / "device")
 
 

@@ -18,7 +18,7 @@ from minitx.data.task import Task
 from minitx.nn import build_model
 from minitx.training import evaluation
 from minitx.training.evaluation import Evaluation, evaluate, objective_on, ratio_interval, share_interval
-from minitx.training.net import network_of
+from minitx.training.network_building import network_of
 
 SMALL = {"embed_dim": 12, "num_heads": 3, "num_layers": 1, "init": "lecun"}
 DATES = {"_target_": "minitx.data.dates", "locales": ("en", "de"), "train_size": 53, "val_size": 17, "batch_size": 6}

@@ -36,8 +36,9 @@ from minitx.nn.efficient import LinearAttention
 from minitx.training.checkpoints import load_model
 from minitx.training.evaluation import evaluate
 from minitx.training.metrics_csv import read_metrics
-from minitx.training.module import NonFiniteError
-from minitx.training.net import Net, build_network, fitted
+from minitx.training.net import Net
+from minitx.training.network_building import build_network, fitted, put_into_training
+from minitx.training.nonfinite import NonFiniteError
 from minitx.training.run import train
 from tests.interop.families import TEXT, build
 
@@ -361,7 +362,7 @@ def test_a_model_from_pretrained_trains_with_dropout_and_what_its_owner_froze_st
     assert all(part.training for part in net.tuned.modules()) and int(net.norm.num_batches_tracked) == 0
 
     adapted = lora(bert(hidden_dropout_prob=0.5).eval(), "query")
-    assert Net.of(adapted).train() == [] and all(part.training for part in adapted.modules())
+    assert put_into_training(adapted) == [] and all(part.training for part in adapted.modules())
 
 
 def test_what_of_a_model_does_not_take_part_is_said_at_the_start(tmp_path, caplog):

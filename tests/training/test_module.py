@@ -17,7 +17,8 @@ from minitx.data.batches import Address, ValSource
 from minitx.data.splits import as_split
 from minitx.data.task import Task
 from minitx.training.metrics_csv import read_metrics
-from minitx.training.module import Latch, NonFiniteError, TrainingModule, hash_seed
+from minitx.training.module import TrainingModule, hash_seed
+from minitx.training.nonfinite import Latch, NonFiniteError
 from minitx.training.objectives import CrossEntropy
 from minitx.training.run import train
 from minitx.training.schedules import constant

@@ -25,15 +25,15 @@ from minitx.data.datamodule import DataModule
 from minitx.data.task import Task
 from minitx.training import json_lines
 from minitx.training.evaluation import Evaluation, report
+from minitx.training.input_dtype import in_own_dtype
 from minitx.training.json_lines import add_records, read_json_lines
 from minitx.training.metrics_csv import MetricsFile, read_metrics
-from minitx.training.module import NonFiniteError
-from minitx.training.net import in_own_dtype
+from minitx.training.nonfinite import NonFiniteError
 from minitx.training.outcome import summarise
 from minitx.training.run import train
 from minitx.training.run_folder import run_folder
 from minitx.training.summary import describe_data, describe_device
-from minitx.training.trainer import check_callbacks
+from minitx.training.unsupported import check_callbacks
 
 
 def test_the_summary_names_the_validation_rows_that_all_processes_read():

@@ -265,7 +265,7 @@ def test_parts_of_all_processes_are_the_whole_and_the_first_has_most():
 
 
 def test_no_process_of_64_is_without_its_part_of_every_tensor_of_gpt2(tmp_path, monkeypatch):
-    monkeypatch.setattr("minitx.data.corpus.data_dir", lambda: tmp_path)
+    monkeypatch.setattr("minitx.data.token_cache.data_dir", lambda: tmp_path)
     config = compose_config(["model=gpt2", "model.vocab_size=50304", "data=kjv", "data.batch_size=64"])
     whole, first, last = (numel_of_parts(config, count, rank) for count, rank in ((1, 0), (64, 0), (64, 63)))
     assert first == last == {name: size // 64 for name, size in whole.items()}  # 64 divides each first dimension
@@ -282,7 +282,7 @@ def folder_of_llama(folder):
 
 @pytest.mark.slow
 def test_a_low_rank_adapter_holds_gradients_and_states_of_its_own_weights_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr("minitx.data.corpus.data_dir", lambda: tmp_path)
+    monkeypatch.setattr("minitx.data.token_cache.data_dir", lambda: tmp_path)
     words = [*(word for word in BASE if not word.startswith("model")), "model=hf", *folder_of_llama(tmp_path / "model")]
     config = compose_config([*words, "model.lora=2"])
     plan = show_plan(config)

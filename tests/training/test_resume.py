@@ -170,6 +170,32 @@ def test_a_run_does_not_go_on_where_the_same_ids_are_other_characters(make_confi
             train(again, tmp_path / f"then {letter}")
 
 
+def test_a_run_does_not_resume_where_another_text_is_in_the_same_file(make_config, tmp_path):
+    """The other text has as many characters, of the same kinds."""
+    config = make_config(trainer__ckpt_every=100, trainer__max_steps=2)
+    train(config, tmp_path / "run")
+    path, last_path = Path(config.data.get("path")), tmp_path / "run" / "checkpoints" / "last.ckpt"
+    text = path.read_text(encoding="utf-8")
+    again = dataclasses.replace(resumed(config, tmp_path / "run"), trainer=dataclasses.replace(config.trainer, max_steps=3))
+    shutil.rmtree(tmp_path / "data")  # the cache
+    os.utime(path, (1, 1))
+    train(again, tmp_path / "same")
+    path.write_text(text[::-1], encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"last\.ckpt was trained on other data: rows or labels have changed\."):
+        train(again, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+    stored = torch.load(last_path, weights_only=True)
+    parts = {name: getattr(config, name) for name in ("data", "objective", "optimizer", "schedule")}
+    for labels in (["a", "b"], []):
+        stored["minitx"]["labels"] = labels
+        torch.save(stored, last_path)
+        with pytest.raises(ConfigError, match="rows or labels have changed") if labels else contextlib.nullcontext():
+            check_resumed(str(last_path), parts, {**stored["minitx"], "labels": ["b", "a"]})
+    del stored["minitx"]["data_checksum"]  # as before 0.2
+    torch.save(stored, last_path)
+    train(again, tmp_path / "before")
+
+
 def test_the_best_checkpoint_of_a_resumed_run_is_that_of_the_whole_run_also_where_its_folder_was_moved(make_config, tmp_path):
     options = {"trainer__ckpt_every": 100, "trainer__val_every": 2, "trainer__max_steps": 4, "optimizer__lr": 3.0}
     config = make_config(**options, schedule=node(constant))

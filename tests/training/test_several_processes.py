@@ -6,7 +6,6 @@ import math
 import os
 import time
 import warnings
-from types import SimpleNamespace
 from unittest import mock
 
 import lightning.pytorch as L
@@ -20,8 +19,8 @@ from minitx.config import ConfigError, RunConfig, TrainerConfig, node
 from minitx.data.task import Task
 from minitx.training import rank
 from minitx.training.metrics_csv import read_metrics
-from minitx.training.module import FIND_UNUSED, NonFiniteError, UnusedParametersError
-from minitx.training.rehearse import prepare_for_unused
+from minitx.training.nonfinite import NonFiniteError
+from minitx.training.unused_parameters import FIND_UNUSED, UnusedParametersError, prepare_for_unused
 
 ROWS = [{"input": torch.tensor([float(i % 7), float(i % 5), 1.0]) / 7, "labels": i % 2} for i in range(32)]
 PLACES = {"ddp": {"strategy": "ddp"}, "sharded": {"strategy": "sharded", "shard": ("Linear",)}}
@@ -168,12 +167,10 @@ def test_a_parameter_without_a_gradient_does_not_stop_several_processes(found, p
 
 
 def test_a_row_without_targets_makes_no_parameter_unused():
-    network = Pooled()
-    module = SimpleNamespace(network=network, options=TrainerConfig(devices=2, strategy="ddp"))
-    prepare_for_unused(module, [{*network.parameters()}, set()])
-    assert module.options.strategy == "ddp"
-    prepare_for_unused(module, [{*network.head.parameters()}, {*network.parameters()}])
-    assert module.options.strategy == "ddp_find_unused_parameters_true"
+    network, options = Pooled(), TrainerConfig(devices=2, strategy="ddp")
+    assert prepare_for_unused(network, options, [{*network.parameters()}, set()]) == options
+    changed = prepare_for_unused(network, options, [{*network.head.parameters()}, {*network.parameters()}])
+    assert changed.strategy == "ddp_find_unused_parameters_true"
 
 
 @pytest.mark.slow

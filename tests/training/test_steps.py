@@ -17,15 +17,16 @@ from minitx.config import ConfigError, Part, TransformerConfig, node
 from minitx.config.part import find_target
 from minitx.config.training import StopAtConfig
 from minitx.nn.counting import train_flops
-from minitx.training import step_log
+from minitx.training import metrics_rows
 from minitx.training.checkpoint_files import read_checkpoint
 from minitx.training.metrics_csv import read_metrics
-from minitx.training.module import Latch, TrainingModule
+from minitx.training.metrics_rows import StepLog, batch_flops
+from minitx.training.module import TrainingModule
+from minitx.training.nonfinite import Latch
 from minitx.training.processes import sum_over_processes
 from minitx.training.run import train
 from minitx.training.schedules import constant
-from minitx.training.step_log import StepLog, batch_flops
-from minitx.training.stop_at import StopAt
+from minitx.training.stop_at_value import StopAt
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -89,7 +90,7 @@ def test_a_row_says_what_the_step_came_to(make_config, tmp_path, answers):
 def test_speed_and_utilisation_cover_the_steps_since_the_last_row_without_validation(monkeypatch):
     """By a clock of the test: three steps of two seconds, and a validation of a hundred."""
     clock, rows = [5.0], []
-    monkeypatch.setattr(step_log.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(metrics_rows.time, "perf_counter", lambda: clock[0])
     model = TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2)
     log, logger = StepLog(3, model, peak=0.25), SimpleNamespace(log_metrics=lambda row, step: rows.append(row))
     trainer, module = made_up(callback_metrics={"val_loss": torch.tensor(2.0)}, loggers=[logger], step_targets=torch.tensor(35))
@@ -120,11 +121,11 @@ def test_padding_counts_in_the_flops_of_a_batch():
 
 def test_means_of_several_processes_are_means_over_all_targets(monkeypatch):
     """Four equal processes. A batch knows the targets of all."""
-    monkeypatch.setattr(step_log, "sum_over_processes", lambda trainer, values: 4 * values)
+    monkeypatch.setattr(metrics_rows, "sum_over_processes", lambda trainer, values: 4 * values)
     sums = {"step_loss": torch.tensor(0.5), "step_sums": {"correct": torch.tensor(3)}}
     trainer, module = made_up(world_size=4, **sums, step_targets=torch.tensor(40))
     batch, log = {"labels": torch.zeros(5, 2).long(), "num_targets": torch.tensor(40)}, StepLog(5)
-    assert step_log.step_means(trainer, module) == {"train_loss": 2.0, "train_accuracy": 0.3}
+    assert metrics_rows.step_means(trainer, module) == {"train_loss": 2.0, "train_accuracy": 0.3}
     log.on_step(trainer, module, 2, batch)
     assert log.state_dict() == {"tokens": 40}
 

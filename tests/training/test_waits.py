@@ -9,7 +9,7 @@ from extra import train_with
 from lightning.pytorch.callbacks import Checkpoint
 from ranks import run_ranks
 
-import minitx.data.corpus
+import minitx.data.token_cache
 from minitx.analysis import capture, knock_out_heads, patch_heads, take_snapshot
 from minitx.cli.compose import compose_config
 from minitx.config import TransformerConfig
@@ -96,7 +96,7 @@ class Count(Checkpoint):
 def runs_on_device(configs, folder):
     """The waits of each part of the runs, by name."""
     pretend.register()
-    minitx.data.corpus.data_dir = lambda: folder / "data"
+    minitx.data.token_cache.data_dir = lambda: folder / "data"
     found = {}
     for name, config in configs.items():
         counter = Count()

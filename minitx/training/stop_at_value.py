@@ -7,8 +7,9 @@ from typing import Any
 
 import lightning.pytorch as L
 
+from minitx.training.metrics_rows import step_means
 from minitx.training.module import TrainingModule
-from minitx.training.step_log import StepCallback, step_means
+from minitx.training.step_callback import StepCallback
 from minitx.training.window import Window
 
 log = logging.getLogger(__name__)
