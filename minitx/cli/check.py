@@ -203,7 +203,7 @@ def _twin_report(subject: Any, config: CheckConfig) -> Report:
 def _command(config: CheckConfig, *keys: str) -> str:
     """Return the command that repeats a check, with the seed and every key of ``keys`` that is set."""
     subject = f"model={config.model}" if config.model else config.target
-    typed = [key for key in keys if key in config.typed_keys or key == "seed"]
+    typed = [key for key in keys if key in config.changed_keys or key == "seed"]
     return f"minitx-check {shlex.join([subject, *(f'{key}={shown(getattr(config, key))}' for key in typed)])}"
 
 

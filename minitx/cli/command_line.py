@@ -38,14 +38,14 @@ class ProgramConfig(Config):
     """The keys of a program."""
 
     @property
-    def typed_keys(self) -> set[str]:
+    def changed_keys(self) -> set[str]:
         """The keys whose values are not the defaults."""
         return {name for name, default in defaults(type(self)).items() if getattr(self, name) != default}
 
     def refuse_together(self, key: str, *others: str) -> None:
         """Raise a ConfigError if ``key`` and one of ``others`` are set."""
         for other in others:
-            require(not {key, other} <= self.typed_keys, f"{key} and {other} cannot be combined: remove one of them")
+            require(not {key, other} <= self.changed_keys, f"{key} and {other} cannot be combined: remove one of them")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

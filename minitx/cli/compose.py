@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 import logging
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,7 +28,7 @@ from minitx.cli import importing
 from minitx.cli.overrides import FIRST_NAMES, by_key, roots_of
 from minitx.config import CONFIG_DIR, ConfigError, InitFrom, RunConfig, TrainerConfig, from_dict, is_node
 from minitx.config.part import import_modules
-from minitx.config.schema import UnknownKeyError, defaults, require
+from minitx.config.schema import UnknownKeyError, defaults, read, require
 from minitx.config.shipped import shipped_configs
 from minitx.config.training import MODEL, NODES
 
@@ -58,6 +57,19 @@ def register_defaults() -> None:
     for group in filter(OmegaConf.is_dict, run.values()):  # their keys are checked when the config is read
         OmegaConf.set_struct(group, False)
     store.store(group="schema", name="run", node=run)
+    OmegaConf.register_new_resolver("warmup", _fitting_warmup)
+
+
+def _fitting_warmup(steps: int, *, _root_: DictConfig) -> int:
+    """Return ``${warmup:STEPS}`` of our experiments: ``steps``, or a tenth of ``trainer.max_steps`` if the run has fewer steps."""
+    with suppress(ConfigError):  # without a number of steps
+        max_steps: int = read(int, OmegaConf.select(_root_, "trainer.max_steps"), "trainer.max_steps")
+        if steps > max_steps:
+            shorter = max_steps // 10
+            message = "schedule.warmup_steps=%d of the experiment exceeds trainer.max_steps=%d: shortened to %d"
+            log.info(message, steps, max_steps, shorter)
+            return shorter
+    return steps
 
 
 def for_cells(words: Iterable[str]) -> list[str]:
@@ -100,12 +112,11 @@ def build_config(config: DictConfig, words: Sequence[str] = ()) -> RunConfig:
         "model is missing: start from a trained model, init_from.path=FOLDER or model=hf model.path=FOLDER, or choose model=OPTION",
     )
     try:
-        run = from_dict(RunConfig, {name: values[name] for name in defaults(RunConfig) if name in values})
+        return from_dict(RunConfig, {name: values[name] for name in defaults(RunConfig) if name in values})
     except UnknownKeyError as error:
         from minitx.cli.keys import advice_on_a_file  # only errors need it
 
         raise ConfigError(f"{error}{advice_on_a_file(error.key, typed)}") from error
-    return _with_fitting_warmup(run, typed)
 
 
 def check_names(config: DictConfig, words: Sequence[str]) -> None:
@@ -131,19 +142,6 @@ def _as_stored(values: Mapping[str, Any], typed: Mapping[str, str]) -> dict[str,
     shape = stored_model_config(from_dict(InitFrom, values["init_from"], "init_from."), values.get("trust") is True)
     chosen = {name.partition(".")[2] for name in typed if name.startswith("model.")}
     return {**shape, **{name: values["model"].get(name) for name in chosen}, "_target_": MODEL}
-
-
-def _with_fitting_warmup(config: RunConfig, typed: Mapping[str, str]) -> RunConfig:
-    """Shorten a warm-up that is longer than ``trainer.max_steps`` to a tenth of the steps, unless it was typed."""
-    steps = config.trainer.max_steps
-    warmup = config.schedule.get("warmup_steps", 0)
-    is_ours = config.schedule.name.startswith("minitx.training.schedules.")
-    if steps is None or not is_ours or warmup <= steps or "schedule.warmup_steps" in typed:
-        return config
-    log.info(
-        "schedule.warmup_steps=%s of the experiment exceeds trainer.max_steps=%d: shortened to %d", warmup, steps, steps // 10
-    )
-    return dataclasses.replace(config, schedule=config.schedule.with_(warmup_steps=steps // 10))
 
 
 def build_grid(config: DictConfig, words: Sequence[str]) -> AblationConfig | None:

@@ -77,7 +77,7 @@ class ViewConfig(StoredConfig):
 
     def check(self) -> None:
         require(bool(self.ckpt_path or self.model), "ckpt_path is missing: add ckpt_path=FILE, or model=FOLDER")
-        typed = self.typed_keys
+        typed = self.changed_keys
         for name in ("row", "trust"):
             require(not {name, "model"} <= typed, f"{name} is for checkpoints: model= has no data, and its code never runs")
         self.refuse_together("model", "ckpt_path")

@@ -347,8 +347,9 @@ def shown(value: Any) -> Any:
 
 def check_choice(key: str, value: Any, allowed: Iterable[Any]) -> None:
     """Raise a ConfigError unless ``value`` is in ``allowed``. The message suggests a similar entry."""
-    words = ", ".join(map(str, allowed))
-    require(value in allowed, f"{key}={value} is not allowed: one of {words}{nearest(value, allowed)}")
+    choices = [*allowed]
+    words = ", ".join(map(str, choices))
+    require(value in choices, f"{key}={value} is not allowed: one of {words}{nearest(value, choices)}")
 
 
 def nearest(value: Any, allowed: Iterable[Any], path: str = "") -> str:
