@@ -13,13 +13,12 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from minitx.cli.compose import explaining, find_own_modules, plain
 from minitx.cli.exit_codes import exit_code, is_traceback
 from minitx.cli.flags import Flags
-from minitx.cli.overrides import is_parsed, readable
+from minitx.cli.overrides import is_parsed, parsed
 from minitx.config import ConfigError, from_dict
 from minitx.config.schema import UNIONS, Config, defaults, hints_of, require
 
@@ -121,16 +120,14 @@ def compose_program(cls: type[Options], words: Iterable[str]) -> Options:
     hints: dict[str, Any] = hints_of(cls)  # type: ignore[arg-type]  # a class is hashable
     kinds = {name: {hint, *(get_args(hint) if get_origin(hint) in UNIONS else ())} for name, hint in hints.items()}
     config, texts = OmegaConf.create({}), dict[str, Any]()
-    with explaining(()):
+    with explaining():
         for word in words:
             name, is_pair, value = word.partition("=")
             is_quoted = value[:1] in ("'", '"') and is_parsed(word)
             if is_pair and kinds.get(name, set()) & {str, FilePath} and value != "null" and not is_quoted:
                 texts[name] = value
                 continue
-            (override,) = OverridesParser.create().parse_overrides([readable(word)])
-            require(not override.is_sweep_override(), f"{word} has several values: write '{name}=[...]' for a list")
-            OmegaConf.update(config, name.lstrip("+"), override.value())
+            OmegaConf.update(config, name.lstrip("+"), parsed(word).value())
             texts.pop(name, None)
         values = {**plain(config), **texts}
     for name, value in values.items():

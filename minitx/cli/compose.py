@@ -20,17 +20,19 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError
 
 from minitx.cli import importing
-from minitx.cli.overrides import FIRST_NAMES, by_key, roots_of
-from minitx.config import CONFIG_DIR, ConfigError, InitFrom, RunConfig, TrainerConfig, from_dict, is_node
+from minitx.cli.overrides import FIRST_NAMES, GLOBAL, by_key, for_hydra, roots_of
+from minitx.config import ConfigError, InitFrom, RunConfig, TrainerConfig, from_dict, is_node
+from minitx.config.failures import FailedRunError
 from minitx.config.part import import_modules
-from minitx.config.schema import UnknownKeyError, defaults, read, require
+from minitx.config.schema import defaults, read, require
 from minitx.config.shipped import shipped_configs
 from minitx.config.training import MODEL, NODES
+from minitx.config.unknown_keys import UnknownKeyError, set_by_a_file, unknown_name
+from minitx.training import StoppedError
 
 if TYPE_CHECKING:
     from minitx.ablation.design import AblationConfig
@@ -86,7 +88,7 @@ def build_config(config: DictConfig, words: Sequence[str] = ()) -> RunConfig:
             in the file.
     """
     typed = by_key(words)
-    with explaining(words, config=config):
+    with explaining(words, config):
         # before values are resolved, because a module may register a resolver
         import_modules(OmegaConf.select(config, "imports") or ())
         try:
@@ -98,7 +100,7 @@ def build_config(config: DictConfig, words: Sequence[str] = ()) -> RunConfig:
     for name in ("experiment", "debug"):  # the effect of a file without the line in the message
         require(
             not isinstance(values.get(name), dict | list),
-            f"{name}={values.get(name)} is not a config: its file must contain keys and begin with the line '# @package _global_'",
+            f"{name}={values.get(name)} is not a config: its file must contain keys and begin with the line '{GLOBAL}'",
         )
     if (values.get("init_from") or {}).get("path") and (values.get("model") or {}).get("_target_", MODEL) == MODEL:
         values["model"] = _as_stored(values, typed)
@@ -114,9 +116,10 @@ def build_config(config: DictConfig, words: Sequence[str] = ()) -> RunConfig:
     try:
         return from_dict(RunConfig, {name: values[name] for name in defaults(RunConfig) if name in values})
     except UnknownKeyError as error:
-        from minitx.cli.keys import advice_on_a_file  # only errors need it
-
-        raise ConfigError(f"{error}{advice_on_a_file(error.key, typed)}") from error
+        group, _, name = error.key.partition(".")
+        if error.key in typed or group not in NODES or "." in name:
+            raise
+        raise set_by_a_file(error) from None
 
 
 def check_names(config: DictConfig, words: Sequence[str]) -> None:
@@ -130,9 +133,9 @@ def check_names(config: DictConfig, words: Sequence[str]) -> None:
     for name in new:
         if not re.search(rf"\$\{{{re.escape(name)}[.\[}}]", unresolved):
             key = next((key for key in by_key(words) if key.partition(".")[0] == name), name)
-            from minitx.cli.keys import similar_key  # only errors need it
+            from minitx.cli.keys import all_keys  # only errors need it
 
-            raise UnknownKeyError(key, similar_key(key, config) or "; --help shows the keys")
+            raise unknown_name(key, FIRST_NAMES, all_keys(config))
 
 
 def _as_stored(values: Mapping[str, Any], typed: Mapping[str, str]) -> dict[str, Any]:
@@ -193,35 +196,29 @@ def hydra_config(words: Sequence[str]) -> DictConfig:
     register_defaults()
     folders = find_own_modules(words)
     quoted = ("'file://" + str(folder).replace("'", r"\'") + "'" for folder in folders)
+    overrides = for_hydra(words)
     search = [f"hydra.searchpath=[{','.join(quoted)}]"] if folders else []
     with (
         explaining(words),
         _outside_of_jobs(),
         hydra.initialize_config_dir(str(shipped_configs()), version_base="1.3"),
     ):
-        config = hydra.compose("train", overrides=[*(word for word in words if not word.startswith(CONFIG_DIR)), *search])
+        config = hydra.compose("train", overrides=[*overrides, *search])
     check_names(config, words)
     return config
 
 
 @contextmanager
-def explaining(words: Sequence[str], *, sweeps: bool = False, config: DictConfig | None = None) -> Iterator[None]:
-    """A context that turns errors of Hydra and OmegaConf into a ConfigError. For the arguments, see ``explained``."""
+def explaining(words: Sequence[str] = (), config: DictConfig | None = None) -> Iterator[None]:
+    """A context for calls of Hydra or OmegaConf. It turns their errors into a ConfigError of one line; see ``explained``."""
     try:
         yield
+    except (ConfigError, FailedRunError, StoppedError, BrokenPipeError):
+        raise
     except Exception as error:
-        from minitx.cli.hydra_errors import explained, is_of_hydra, with_new_keys  # only errors need it
+        from minitx.cli.hydra_errors import explained  # only errors need it
 
-        if isinstance(error, ConfigError | BrokenPipeError) or not is_of_hydra(error):
-            raise
-        if type(error) is ConfigCompositionException and (changed := with_new_keys(words)):
-            try:
-                hydra_config(changed)
-            except UnknownKeyError:
-                raise
-            except ConfigError:  # the mistake is another
-                pass
-        raise ConfigError(explained(error, words, sweeps=sweeps, config=config)) from error
+        raise ConfigError(explained(error, words, config)) from error
 
 
 @contextmanager

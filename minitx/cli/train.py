@@ -29,14 +29,15 @@ from minitx.cli.compose import (
     hydra_config,
     register_defaults,
 )
-from minitx.cli.exit_codes import SHOWS_TRACEBACK, PastHydra, exit_code, sentence
+from minitx.cli.exit_codes import SHOWS_TRACEBACK, exit_code, sentence
 from minitx.cli.flags import Flags
 from minitx.cli.launch import FOLDER, job_name, launch, needs_launch, run_training, started_from_outside, stop_with_parent
-from minitx.cli.overrides import readable
+from minitx.cli.overrides import FIRST_NAMES, for_hydra
 from minitx.config import CONFIG_DIR, ConfigError, RunConfig
 from minitx.config.part import import_modules
 from minitx.config.schema import require
 from minitx.config.shipped import shipped_configs
+from minitx.config.unknown_keys import UnknownKeyError
 from minitx.training import StoppedError, kept_environment, rank
 
 log = logging.getLogger("minitx")
@@ -50,22 +51,38 @@ def main() -> int:
 
     def program() -> None:
         grids: set[Path] = set()
+        failures: list[Exception] = []  # of jobs; the first is reported
 
         def job(composed: DictConfig) -> float | None:
-            return run_job(composed, grids)
+            try:
+                return run_job(composed, grids)
+            except Exception as error:
+                if ends_sweep(error):
+                    failures[:] = [error]
+                    raise SystemExit from error  # Hydra would add a line to another error, and run the next job
+                log.warning("job %s failed: %s", HydraConfig.get().job.num, sentence(error)[0])
+                if is_diverged(error):
+                    return worst_value()
+                failures.append(error)
+                raise
 
         read = Flags(of_hydra=True).read(sys.argv[1:])
         flags = [word for word in sys.argv[1:] if word not in read.overrides]
-        overrides = [*map(readable, read.overrides)]
-        words = [f"{CONFIG_DIR}{read.config_dir}", *overrides] if read.config_dir else [*overrides]
+        words = [f"{CONFIG_DIR}{read.config_dir}", *read.overrides] if read.config_dir else read.overrides
         find_own_modules(words)
+        overrides = for_hydra(words, sweeps=read.multirun)
         if read.config_name is None and (read.help or read.cfg == "job"):
             from minitx.cli.keys import unlisted
 
             overrides += unlisted(hydra_config(words))
         sys.argv[1:] = [*overrides, *flags]  # Hydra expects flags at the end
-        with explaining(words, sweeps=read.multirun):
-            hydra.main(version_base="1.3", config_path=str(shipped_configs()), config_name="train")(job)()
+        try:
+            with explaining(words):
+                hydra.main(version_base="1.3", config_path=str(shipped_configs()), config_name="train")(job)()
+        except (ConfigError, SystemExit):
+            if failures:
+                raise failures[0] from None
+            raise
 
     with kept_environment("HYDRA_FULL_ERROR"):
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
@@ -90,7 +107,7 @@ def run_job(composed: DictConfig, grids: set[Path]) -> float | None:
     except BaseException as error:
         remove_hydra_folder()
         setattr(error, SHOWS_TRACEBACK, composed.traceback is True)
-        return value_of_failed(error)
+        raise
 
 
 def run_grid(grid: AblationConfig, composed: DictConfig, words: Sequence[str], others: set[Path]) -> None:
@@ -128,20 +145,20 @@ def run_one(config: RunConfig, composed: DictConfig, words: Sequence[str]) -> fl
     return value_of(result, config.optimized_metric)
 
 
-def value_of_failed(error: BaseException) -> float:
-    """Return the worst value for a search whose run diverged. Otherwise raise: an ``Exception`` ends only its job of a sweep."""
-    if not isinstance(error, Exception):
-        raise error
-    if HydraConfig.get().mode == RunMode.RUN or isinstance(error, StoppedError) or FOLDER in os.environ:
-        raise PastHydra(error)
-    log.warning("job %s failed: %s", HydraConfig.get().job.num, sentence(error)[0])  # Hydra only reports the first
-    worst = worst_value()
-    if math.isinf(worst):
-        from minitx.training.module import NonFiniteError  # imports torch
+def ends_sweep(error: Exception) -> bool:
+    """Return whether the error of a job ends the program: in a single run, after a signal, and for a name that no job has."""
+    is_single = HydraConfig.get().mode == RunMode.RUN or FOLDER in os.environ
+    is_of_all_jobs = isinstance(error, UnknownKeyError) and error.key.partition(".")[0] not in FIRST_NAMES
+    return is_single or is_of_all_jobs or isinstance(error, StoppedError)
 
-        if isinstance(error, NonFiniteError):
-            return worst
-    raise error
+
+def is_diverged(error: Exception) -> bool:
+    """Return whether the run of a search diverged. Its value is then ``worst_value()``."""
+    if not math.isinf(worst_value()):
+        return False
+    from minitx.training.module import NonFiniteError  # imports torch
+
+    return isinstance(error, NonFiniteError)
 
 
 def speak_on_the_first_rank() -> None:

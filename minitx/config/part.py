@@ -17,15 +17,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from minitx.config.failures import ConfigError
 from minitx.config.schema import (
-    ConfigError,
     by_keyword,
     config_class_of,
     defaults,
     first_line,
     hints_of,
     is_node,
-    nearest,
     parameters_of,
     read,
     read_call,
@@ -33,6 +32,7 @@ from minitx.config.schema import (
     shown,
     to_dict,
 )
+from minitx.config.unknown_keys import UnknownKeyError, nearest
 
 FROM_THE_RUN = ("seed", "batch_size", "num_workers", "max_steps", "tokenizer", "head_dim")
 """Arguments that a run passes to any target with a parameter of that name."""
@@ -166,7 +166,8 @@ class Part:
                 known = parameter_names(find_target(function, self.path))
         for key in others:
             near = nearest(key, {*self.names, *known}, f"{self.path}.")
-            require(key in known or not (near or known), f"{self.path}.{key} is not a key{near}")
+            if key not in known and (near or known):
+                raise UnknownKeyError(f"{self.path}.{key}", near)
 
     # --- comparing and reading
 

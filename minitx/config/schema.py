@@ -6,7 +6,6 @@ Every error message is one sentence that begins with the full key and the value.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import math
 import re
@@ -19,29 +18,15 @@ from functools import cache
 from numbers import Integral, Real
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
+from minitx.config.failures import ConfigError
+from minitx.config.unknown_keys import UnknownKeyError, nearest, unknown_argument
+
 T = TypeVar("T")
 UNIONS = (typing.Union, types.UnionType)
 PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", tuple: "a list", Mapping: "a mapping"}
 """Python types, as messages describe them."""
 
 _FIELDS_OF = "__config_class__"
-
-
-class ConfigError(ValueError):
-    """An invalid config. The message begins with ``key=value``, so that a caller can prepend a path."""
-
-    exit_code = 2
-
-
-class UnknownKeyError(ConfigError):
-    """A config has a key, ``key``, that does not exist. ``ending`` completes the message."""
-
-    def __init__(self, key: str, ending: str) -> None:
-        super().__init__(key, ending)  # unchanged arguments, so that the error can be pickled
-        self.key = key
-
-    def __str__(self) -> str:
-        return f"{self.key} is not a key{self.args[1]}"
 
 
 def require(condition: bool, message: str) -> None:
@@ -205,7 +190,7 @@ def read_call(
             raise UnknownKeyError(f"{path}{key}", f": {others[key].format(path=path)}")
         if key not in named:
             names = [*(name for name, param in named.items() if not _is_passed(param, offers)), *other_keys]
-            raise UnknownKeyError(f"{path}{key}", nearest(key, names, path) or f"; allowed here: {', '.join(names)}")
+            raise unknown_argument(path, key, names)
     for name, param in named.items():
         if offers is not None and param.default is param.empty and name not in {*values, *offers}:
             raise ConfigError(f"{path}{name} is missing")
@@ -350,12 +335,6 @@ def check_choice(key: str, value: Any, allowed: Iterable[Any]) -> None:
     choices = [*allowed]
     words = ", ".join(map(str, choices))
     require(value in choices, f"{key}={value} is not allowed: one of {words}{nearest(value, choices)}")
-
-
-def nearest(value: Any, allowed: Iterable[Any], path: str = "") -> str:
-    """Return `` (did you mean …?)`` with the entry of ``allowed`` closest to ``value``, after ``path``; an empty string if none is close."""
-    near = difflib.get_close_matches(str(value), [str(name) for name in allowed], n=1)
-    return f" (did you mean {path}{near[0]}?)" if near else ""
 
 
 def stated(config: Any, name: str, kind: type = object) -> Any:

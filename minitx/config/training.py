@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
+from minitx.config.failures import ConfigError
 from minitx.config.part import FROM_THE_RUN, Part, Takes, needs
 from minitx.config.scale_words import evaluate_factor
-from minitx.config.schema import Config, ConfigError, Count, Finite, Natural, Positive, require, shown
+from minitx.config.schema import Config, Count, Finite, Natural, Positive, require, shown
 
 IGNORED = -100
 """The label of positions that the loss and the metrics ignore."""
@@ -140,9 +141,6 @@ class StopAtConfig(WindowConfig):
     """End a run when the mean of a training metric over the last ``window`` steps reaches ``value``.
 
     Attributes:
-        metric: train_accuracy (must rise to value) or train_loss (must fall to it).
-        value: the value that the mean must reach.
-        window: steps in the mean.
         extra_steps: further steps after that.
     """
 

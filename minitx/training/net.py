@@ -22,8 +22,9 @@ from torch.utils.hooks import RemovableHandle
 
 from minitx.config import ConfigError, Part, TransformerConfig, to_dict
 from minitx.config.part import FROM_PYTHON
-from minitx.config.schema import nearest, require, stated
+from minitx.config.schema import require, stated
 from minitx.config.training import MODEL
+from minitx.config.unknown_keys import nearest
 from minitx.data.seeding import seed_device
 from minitx.data.task import Batch, Task, without_targets
 from minitx.data.task_loading import FIRST_INPUT, lightning_base, overrides
