@@ -181,6 +181,13 @@ def writing(path: str | Path, *kinds: type[Exception]) -> AbstractContextManager
     return refusing(f"output={path} cannot be written: ", (OSError, *kinds))
 
 
+def write_page(page: str, output: str, summary: str = "") -> None:
+    """Write an HTML page to ``output``, and ``summary``, path and size to stdout."""
+    with writing(output):
+        Path(output).write_text(page, encoding="utf-8")
+    write(f"{summary}{output}  {len(page.encode()) / 1e6:.2f} MB\n")
+
+
 def write(text: str) -> None:
     """Write ``text`` to stdout and flush."""
     sys.stdout.write(text)
