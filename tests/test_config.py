@@ -10,8 +10,8 @@ from typing import Literal
 import pytest
 
 from minitx.config import ConfigError, Part, TransformerConfig, evaluate_factor, from_dict, node, to_dict
-from minitx.config.part import Takes
-from minitx.config.schema import Count, check_choice, defaults, read_call, takes_fields_of
+from minitx.config.part import Takes, defaults
+from minitx.config.schema import Count, check_choice, read_call, takes_fields_of
 from minitx.config.training import NODES, ParameterRule, RunConfig, StopAtConfig, TrainerConfig
 from minitx.training.samples import SamplesOptions
 

@@ -13,7 +13,8 @@ from minitx.ablation.grid import NEW_DATA, cells
 from minitx.cli.compose import compose_cell, compose_config, compose_grid
 from minitx.cli.launch import run_training
 from minitx.config import ConfigError, RunConfig, to_dict
-from minitx.config.part import find_target, parameter_names
+from minitx.config.part import find_target
+from minitx.config.signatures import parameter_names
 from minitx.data.tokenizer import train_tokenizer
 
 CONFIGS = Path(__file__).parents[1] / "configs"

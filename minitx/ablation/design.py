@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from minitx.config.failures import ConfigError
-from minitx.config.schema import Config, Count, Finite, Natural, Positive, require
+from minitx.config.schema import Config, ConfigError, Count, Finite, Natural, Positive, require
 from minitx.config.training import WindowConfig
 
 RATE = "lr"

@@ -13,14 +13,17 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from minitx.cli.compose import explaining, find_own_modules, plain
 from minitx.cli.exit_codes import exit_code, is_traceback
 from minitx.cli.flags import Flags
-from minitx.cli.overrides import is_parsed, parsed
+from minitx.cli.overrides import is_parsed, readable
 from minitx.config import ConfigError, from_dict
-from minitx.config.schema import UNIONS, Config, defaults, hints_of, require
+from minitx.config.part import defaults
+from minitx.config.schema import UNIONS, Config, require
+from minitx.config.signatures import hints_of
 
 if TYPE_CHECKING:
     from minitx.data.tokenizer import Tokenizer
@@ -127,7 +130,9 @@ def compose_program(cls: type[Options], words: Iterable[str]) -> Options:
             if is_pair and kinds.get(name, set()) & {str, FilePath} and value != "null" and not is_quoted:
                 texts[name] = value
                 continue
-            OmegaConf.update(config, name.lstrip("+"), parsed(word).value())
+            (override,) = OverridesParser.create().parse_overrides([readable(word)])
+            require(not override.is_sweep_override(), f"{word} has several values: write '{name}=[...]' for a list")
+            OmegaConf.update(config, name.lstrip("+"), override.value())
             texts.pop(name, None)
         values = {**plain(config), **texts}
     for name, value in values.items():

@@ -24,14 +24,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError
 
 from minitx.cli import importing
-from minitx.cli.overrides import FIRST_NAMES, GLOBAL, by_key, for_hydra, roots_of
+from minitx.cli.overrides import FIRST_NAMES, by_key, for_hydra, roots_of
 from minitx.config import ConfigError, InitFrom, RunConfig, TrainerConfig, from_dict, is_node
 from minitx.config.failures import FailedRunError
-from minitx.config.part import import_modules
-from minitx.config.schema import defaults, read, require
+from minitx.config.part import defaults, import_modules
+from minitx.config.schema import read, require
 from minitx.config.shipped import shipped_configs
 from minitx.config.training import MODEL, NODES
-from minitx.config.unknown_keys import UnknownKeyError, set_by_a_file, unknown_name
 from minitx.training import StoppedError
 
 if TYPE_CHECKING:
@@ -42,6 +41,9 @@ Options = TypeVar("Options")
 
 GROUPS = (*NODES, "trainer")
 """Groups that must have an option in every run."""
+
+SHOWS_TRACEBACK = "shows_traceback"
+"""An attribute of an error of a job of Hydra: the key ``traceback`` of the job's config."""
 
 NOT_FOR_CELLS = ("experiment=", "ablation=", "ablation.", "output_dir=", "hydra.", "hydra/", "seed=")
 """Prefixes of overrides that configure a grid. All other overrides apply to every cell."""
@@ -59,11 +61,11 @@ def register_defaults() -> None:
     for group in filter(OmegaConf.is_dict, run.values()):  # their keys are checked when the config is read
         OmegaConf.set_struct(group, False)
     store.store(group="schema", name="run", node=run)
-    OmegaConf.register_new_resolver("warmup", _fitting_warmup)
+    OmegaConf.register_new_resolver("minitx.warmup", _fitting_warmup, replace=True)
 
 
 def _fitting_warmup(steps: int, *, _root_: DictConfig) -> int:
-    """Return ``${warmup:STEPS}`` of our experiments: ``steps``, or a tenth of ``trainer.max_steps`` if the run has fewer steps."""
+    """Return ``${minitx.warmup:STEPS}`` of our experiments: ``steps``, or a tenth of ``trainer.max_steps`` if the run has fewer steps."""
     with suppress(ConfigError):  # without a number of steps
         max_steps: int = read(int, OmegaConf.select(_root_, "trainer.max_steps"), "trainer.max_steps")
         if steps > max_steps:
@@ -88,7 +90,7 @@ def build_config(config: DictConfig, words: Sequence[str] = ()) -> RunConfig:
             in the file.
     """
     typed = by_key(words)
-    with explaining(words, config):
+    with explaining(words, config=config):
         # before values are resolved, because a module may register a resolver
         import_modules(OmegaConf.select(config, "imports") or ())
         try:
@@ -100,7 +102,7 @@ def build_config(config: DictConfig, words: Sequence[str] = ()) -> RunConfig:
     for name in ("experiment", "debug"):  # the effect of a file without the line in the message
         require(
             not isinstance(values.get(name), dict | list),
-            f"{name}={values.get(name)} is not a config: its file must contain keys and begin with the line '{GLOBAL}'",
+            f"{name}={values.get(name)} is not a config: its file must contain keys and begin with the line '# @package _global_'",
         )
     if (values.get("init_from") or {}).get("path") and (values.get("model") or {}).get("_target_", MODEL) == MODEL:
         values["model"] = _as_stored(values, typed)
@@ -115,11 +117,10 @@ def build_config(config: DictConfig, words: Sequence[str] = ()) -> RunConfig:
     )
     try:
         return from_dict(RunConfig, {name: values[name] for name in defaults(RunConfig) if name in values})
-    except UnknownKeyError as error:
-        group, _, name = error.key.partition(".")
-        if error.key in typed or group not in NODES or "." in name:
-            raise
-        raise set_by_a_file(error) from None
+    except ConfigError as error:
+        from minitx.config.unknown_keys import set_by_a_file  # only errors need it
+
+        raise set_by_a_file(error, typed, NODES) from None
 
 
 def check_names(config: DictConfig, words: Sequence[str]) -> None:
@@ -134,6 +135,7 @@ def check_names(config: DictConfig, words: Sequence[str]) -> None:
         if not re.search(rf"\$\{{{re.escape(name)}[.\[}}]", unresolved):
             key = next((key for key in by_key(words) if key.partition(".")[0] == name), name)
             from minitx.cli.keys import all_keys  # only errors need it
+            from minitx.config.unknown_keys import unknown_name
 
             raise unknown_name(key, FIRST_NAMES, all_keys(config))
 
@@ -196,29 +198,29 @@ def hydra_config(words: Sequence[str]) -> DictConfig:
     register_defaults()
     folders = find_own_modules(words)
     quoted = ("'file://" + str(folder).replace("'", r"\'") + "'" for folder in folders)
-    overrides = for_hydra(words)
     search = [f"hydra.searchpath=[{','.join(quoted)}]"] if folders else []
     with (
         explaining(words),
         _outside_of_jobs(),
         hydra.initialize_config_dir(str(shipped_configs()), version_base="1.3"),
     ):
-        config = hydra.compose("train", overrides=[*overrides, *search])
+        config = hydra.compose("train", overrides=[*for_hydra(words), *search])
     check_names(config, words)
     return config
 
 
 @contextmanager
-def explaining(words: Sequence[str] = (), config: DictConfig | None = None) -> Iterator[None]:
+def explaining(words: Sequence[str] = (), *, sweeps: bool = False, config: DictConfig | None = None) -> Iterator[None]:
     """A context for calls of Hydra or OmegaConf. It turns their errors into a ConfigError of one line; see ``explained``."""
     try:
         yield
-    except (ConfigError, FailedRunError, StoppedError, BrokenPipeError):
-        raise
     except Exception as error:
+        is_of_job = hasattr(error, SHOWS_TRACEBACK)
+        if is_of_job or isinstance(error, ConfigError | FailedRunError | StoppedError | BrokenPipeError):
+            raise
         from minitx.cli.hydra_errors import explained  # only errors need it
 
-        raise ConfigError(explained(error, words, config)) from error
+        raise ConfigError(explained(error, words, sweeps=sweeps, config=config)) from error
 
 
 @contextmanager

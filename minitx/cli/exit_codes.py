@@ -9,13 +9,11 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from minitx.cli.compose import SHOWS_TRACEBACK
 from minitx.cli.launch import FOLDER, LOST, is_of_a_lost_process, tell_launcher
 from minitx.config import ConfigError
 from minitx.config.failures import FailedRunError, code_of
 from minitx.training import StoppedError
-
-SHOWS_TRACEBACK = "shows_traceback"
-"""An attribute of an error of a job: the key ``traceback`` of the job's config."""
 
 
 def exit_code(program: Callable[[], Any]) -> int:
@@ -49,8 +47,13 @@ def _code_of(program: Callable[[], Any]) -> int:
     except BrokenPipeError:  # from `train.py --help | head`
         return 0
     except Exception as error:
-        return _say(error, *sentence(error))
+        return report(error)
     return 0
+
+
+def report(error: Exception) -> int:
+    """Write the message of an exception to stderr, and return the exit code."""
+    return _say(error, *sentence(error))
 
 
 def is_traceback(word: str) -> bool:

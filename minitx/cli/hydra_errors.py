@@ -4,36 +4,86 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
-import yaml
-from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Override, QuotedString
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationKeyError, OmegaConfBaseException
 
 from minitx.cli.keys import all_keys
-from minitx.cli.overrides import FIRST_NAMES, roots_of
+from minitx.cli.overrides import FIRST_NAMES, for_hydra, is_parsed, roots_of
+from minitx.config.schema import shown
 from minitx.config.unknown_keys import nearest, similar_key
 
-OF_HYDRA = (HydraException, OmegaConfBaseException, yaml.YAMLError)
-"""The types of errors of Hydra, OmegaConf and their YAML reader."""
+GLOBAL = "# @package _global_"
+"""The first line of a file in ``experiment/`` and ``debug/``."""
+
+OF_HYDRA = (HydraException, OmegaConfBaseException)
+"""The types of errors of Hydra and OmegaConf. Other errors that they let through are known only where they are called."""
 
 
-def explained(error: BaseException, words: Sequence[str], config: DictConfig | None) -> str:
+def explained(error: BaseException, words: Sequence[str], *, sweeps: bool, config: DictConfig | None) -> str:
     """Return one line for an error of Hydra or OmegaConf, with a suggestion for a misspelled option or interpolation.
 
     Args:
         words: overrides, and ``--config-dir=FOLDER``.
+        sweeps: whether ``a=1,2`` is a sweep (``-m``).
         config: the composed config, if Hydra has composed one.
     """
-    advice = ""
+    if isinstance(error, OverrideParseException):
+        return unreadable(error.override.removeprefix("++"))
+    roots = roots_of(words)
+    overrides = OverridesParser.create().parse_overrides([*filter(is_parsed, for_hydra(words))])
+    advice = next(filter(None, (_advice(override, roots, sweeps) for override in overrides)), "")
     if isinstance(error, MissingConfigException):
         group, _, option = (error.missing_cfg_file or "").rpartition("/")
-        options = error.options or [path.stem for root in roots_of(words) for path in sorted((root / group).glob("*.yaml"))]
+        options = error.options or [path.stem for root in roots for path in sorted((root / group).glob("*.yaml"))]
         advice = nearest(option, options) or f"; {group} must be one of: {', '.join(options)}" * bool(options)
     if isinstance(error, InterpolationKeyError) and config is not None and (missing := re.search("'(.+)'", str(error))):
         advice = similar_key(missing[1], FIRST_NAMES, all_keys(config))
     return f"{message_of(error).rstrip('.')}{advice}" if advice else message_of(error)
+
+
+def unreadable(word: str) -> str:
+    """Return a message for an override that cannot be parsed."""
+    name, is_pair, _ = word.partition("=")
+    if not is_pair:
+        return f"{word} is not of the form key=value; --help shows the keys"
+    if not re.fullmatch(r"[+~]*\w([.]?[\w@:/$-])*", name):  # not +data.path, ~model/attention@other or hydra:job
+        return f"{word} cannot be read: {name!r} is not a valid key; --help shows the keys"
+    quotes = "put a value with one of =,:()[]{}^~#&;!<>` or a quote into two pairs of quotes: 'key=\"value\"'"
+    return f"{word} cannot be read: {quotes}"
+
+
+def _advice(override: Override, roots: Sequence[Path], sweeps: bool) -> str:
+    """Return the end of a message about an override that Hydra's message does not explain in one line; else an empty string."""
+    name = override.key_or_group
+    if override.is_sweep_override() and not sweeps:
+        return f"; add -m to run every value, or write '{name}=[...]' for a list"
+    if override.is_add() and name in FIRST_NAMES:
+        return f"; {name} already exists: remove the +"
+    is_group = any((root / name).is_dir() for root in roots) and not override.is_delete()
+    for option in _options(override.value()) if is_group else ():
+        if option is None or isinstance(option, bool | int | float):
+            none = "logger=[] and callbacks=[] mean none, ~GROUP removes another group, in a file '- override /GROUP: null'"
+            return f"; {name}={shown(option)} must name an option: {none}"
+        for path in [root / name / f"{option}.yaml" for root in roots if name in ("experiment", "debug")]:
+            if path.is_file() and GLOBAL not in path.read_text(encoding="utf-8", errors="replace"):
+                return f"; {os.path.relpath(path)} must begin with the line '{GLOBAL}'"
+    return ""
+
+
+def _options(value: Any) -> Iterator[Any]:
+    """Yield the options that the value of a group names: one, several, or a sweep's."""
+    if isinstance(value, ChoiceSweep | list):
+        for entry in value.list if isinstance(value, ChoiceSweep) else value:
+            yield from _options(entry)
+    else:
+        yield value.text if isinstance(value, QuotedString) else value
 
 
 def message_of(error: BaseException) -> str:

@@ -10,8 +10,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from minitx.cli.overrides import FIRST_NAMES
 from minitx.config import ConfigError, is_node
-from minitx.config.part import find_target, plain_defaults, required
+from minitx.config.part import find_target, plain_defaults
 from minitx.config.schema import config_class_of
+from minitx.config.signatures import required
 from minitx.config.training import LOADING, NODES
 
 

@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from minitx.ablation.design import AblationConfig
 from minitx.cli.compose import (
+    SHOWS_TRACEBACK,
     build_config,
     build_grid,
     explaining,
@@ -29,7 +30,7 @@ from minitx.cli.compose import (
     hydra_config,
     register_defaults,
 )
-from minitx.cli.exit_codes import SHOWS_TRACEBACK, exit_code, sentence
+from minitx.cli.exit_codes import exit_code, report, sentence
 from minitx.cli.flags import Flags
 from minitx.cli.launch import FOLDER, job_name, launch, needs_launch, run_training, started_from_outside, stop_with_parent
 from minitx.cli.overrides import FIRST_NAMES, for_hydra
@@ -37,7 +38,6 @@ from minitx.config import CONFIG_DIR, ConfigError, RunConfig
 from minitx.config.part import import_modules
 from minitx.config.schema import require
 from minitx.config.shipped import shipped_configs
-from minitx.config.unknown_keys import UnknownKeyError
 from minitx.training import StoppedError, kept_environment, rank
 
 log = logging.getLogger("minitx")
@@ -51,38 +51,30 @@ def main() -> int:
 
     def program() -> None:
         grids: set[Path] = set()
-        failures: list[Exception] = []  # of jobs; the first is reported
 
         def job(composed: DictConfig) -> float | None:
             try:
                 return run_job(composed, grids)
             except Exception as error:
-                if ends_sweep(error):
-                    failures[:] = [error]
-                    raise SystemExit from error  # Hydra would add a line to another error, and run the next job
+                if ends_sweep(error):  # Hydra would add a line to the message, and run the next job
+                    raise SystemExit(report(error)) from error
                 log.warning("job %s failed: %s", HydraConfig.get().job.num, sentence(error)[0])
                 if is_diverged(error):
                     return worst_value()
-                failures.append(error)
                 raise
 
         read = Flags(of_hydra=True).read(sys.argv[1:])
         flags = [word for word in sys.argv[1:] if word not in read.overrides]
         words = [f"{CONFIG_DIR}{read.config_dir}", *read.overrides] if read.config_dir else read.overrides
         find_own_modules(words)
-        overrides = for_hydra(words, sweeps=read.multirun)
+        overrides = for_hydra(words)
         if read.config_name is None and (read.help or read.cfg == "job"):
             from minitx.cli.keys import unlisted
 
             overrides += unlisted(hydra_config(words))
         sys.argv[1:] = [*overrides, *flags]  # Hydra expects flags at the end
-        try:
-            with explaining(words):
-                hydra.main(version_base="1.3", config_path=str(shipped_configs()), config_name="train")(job)()
-        except (ConfigError, SystemExit):
-            if failures:
-                raise failures[0] from None
-            raise
+        with explaining(words, sweeps=read.multirun):
+            hydra.main(version_base="1.3", config_path=str(shipped_configs()), config_name="train")(job)()
 
     with kept_environment("HYDRA_FULL_ERROR"):
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
@@ -147,6 +139,8 @@ def run_one(config: RunConfig, composed: DictConfig, words: Sequence[str]) -> fl
 
 def ends_sweep(error: Exception) -> bool:
     """Return whether the error of a job ends the program: in a single run, after a signal, and for a name that no job has."""
+    from minitx.config.unknown_keys import UnknownKeyError  # only errors need it
+
     is_single = HydraConfig.get().mode == RunMode.RUN or FOLDER in os.environ
     is_of_all_jobs = isinstance(error, UnknownKeyError) and error.key.partition(".")[0] not in FIRST_NAMES
     return is_single or is_of_all_jobs or isinstance(error, StoppedError)
@@ -154,11 +148,9 @@ def ends_sweep(error: Exception) -> bool:
 
 def is_diverged(error: Exception) -> bool:
     """Return whether the run of a search diverged. Its value is then ``worst_value()``."""
-    if not math.isinf(worst_value()):
-        return False
     from minitx.training.module import NonFiniteError  # imports torch
 
-    return isinstance(error, NonFiniteError)
+    return math.isinf(worst_value()) and isinstance(error, NonFiniteError)
 
 
 def speak_on_the_first_rank() -> None:

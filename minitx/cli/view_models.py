@@ -5,19 +5,17 @@ from __future__ import annotations
 import itertools
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from minitx.analysis.snapshot import Snapshot
 from minitx.analysis.viewer import Trace
 from minitx.cli.command_line import checkpoint_of
 from minitx.cli.inputs import RowInputs, attention_of, paired
+from minitx.cli.view_config import ViewConfig
 from minitx.cli.viewed_models import CheckpointModel, FolderModel
 from minitx.config import ConfigError
 from minitx.config.schema import require
 from minitx.training.checkpoint_files import read_checkpoint
-
-if TYPE_CHECKING:
-    from minitx.cli.view import ViewConfig
 
 LARGEST_PAGE = 256 * 2**20
 """The size limit of a page in bytes. Browsers need minutes for larger pages, or fail."""
@@ -37,7 +35,11 @@ def model_traces(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[T
             viewed = first if file == first.path else _opened(config, key, file)
             first.check_reads_alike(viewed, config.text or "")
             for taken, row in zip(snapshots, inputs, strict=True):
-                options: dict[str, Any] = {"layers": config.chosen_layers, "step": steps.get(file), "knock_out": config.knock_out}
+                options: dict[str, Any] = {
+                    "layers": config.chosen_layers,
+                    "step": steps.get(file),
+                    "knock_out": config.knock_out,
+                }
                 taken.append(attention_of(viewed.model, row, **options))
                 check_size(taken[-1], sum(map(len, files.values())) * len(inputs))
         traces += map(Trace, _titles(config, name), snapshots)

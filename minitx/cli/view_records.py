@@ -5,16 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from minitx.analysis.snapshot import Snapshot, read_snapshots, typical_row
 from minitx.analysis.viewer import RowRule, Trace
 from minitx.cli.command_line import refusing
+from minitx.cli.view_config import ViewConfig
 from minitx.cli.view_models import check_size, names_of_inputs
 from minitx.config.schema import require
-
-if TYPE_CHECKING:
-    from minitx.cli.view import ViewConfig
 
 
 def recorded_traces(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trace], RowRule]:

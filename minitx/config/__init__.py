@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 from minitx.config.lazy import on_first_use
 
 if TYPE_CHECKING:
-    from minitx.config.failures import ConfigError
     from minitx.config.part import Part, node
     from minitx.config.scale_words import evaluate_factor
-    from minitx.config.schema import from_dict, is_node, to_dict
+    from minitx.config.schema import ConfigError, from_dict, is_node, to_dict
     from minitx.config.training import (
         CONFIG_DIR,
         IGNORED,

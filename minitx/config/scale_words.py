@@ -6,8 +6,7 @@ import math
 import re
 from typing import Annotated
 
-from minitx.config.failures import ConfigError
-from minitx.config.schema import Bound, require, shown
+from minitx.config.schema import Bound, ConfigError, require, shown
 
 
 def evaluate_factor(factor: float | str, *, head_dim: int, key: str = "factor") -> float:

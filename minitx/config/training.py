@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
-from minitx.config.failures import ConfigError
 from minitx.config.part import FROM_THE_RUN, Part, Takes, needs
 from minitx.config.scale_words import evaluate_factor
-from minitx.config.schema import Config, Count, Finite, Natural, Positive, require, shown
+from minitx.config.schema import Config, ConfigError, Count, Finite, Natural, Positive, require, shown
 
 IGNORED = -100
 """The label of positions that the loss and the metrics ignore."""

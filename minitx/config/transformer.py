@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from minitx.config.failures import ConfigError
 from minitx.config.part import Part, Takes, needs
 from minitx.config.scale_words import Scale
-from minitx.config.schema import Config, Count, Finite, Natural, Positive, Share, require
+from minitx.config.schema import Config, ConfigError, Count, Finite, Natural, Positive, Share, require
 
 OwnAttention = Annotated[Part, Takes(offers=("embed_dim", "num_heads", "head_dim", "max_len", "layer"), completes=False)]
 """An attention core (a function or class that returns a module), or a subclass of ``minitx.nn.MultiHeadAttention``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from minitx.config.failures import ConfigError
@@ -20,8 +20,16 @@ class UnknownKeyError(ConfigError):
         return f"{self.key} is not a key{self.args[1]}"
 
 
-def unknown_argument(path: str, key: str, known: Sequence[str]) -> UnknownKeyError:
-    """Return the error about ``key`` in the group that begins with ``path`` and has the keys ``known``."""
+def unknown_argument(path: str, key: str, known: Sequence[str], other_names: Mapping[str, str]) -> UnknownKeyError:
+    """Return the error about ``key`` in a group.
+
+    Args:
+        path: the beginning of the keys of the group.
+        known: the keys of the group.
+        other_names: ``Config.OTHER_NAMES`` of the group.
+    """
+    if key in other_names:
+        return UnknownKeyError(f"{path}{key}", f": {other_names[key].format(path=path)}")
     return UnknownKeyError(f"{path}{key}", nearest(key, known, path) or f"; allowed here: {', '.join(known)}")
 
 
@@ -44,9 +52,18 @@ def similar_key(key: str, groups: Collection[str], keys: Iterable[str]) -> str:
     return f" (did you mean {in_groups[0]}?)" if len(in_groups) == 1 else nearest(key, known)
 
 
-def set_by_a_file(error: UnknownKeyError) -> UnknownKeyError:
-    """Return the error about a key of a part that a config file sets for another target, with the ways to remove it."""
-    group = error.key.partition(".")[0]
+def set_by_a_file(error: ConfigError, typed: Collection[str], groups: Collection[str]) -> ConfigError:
+    """Return ``error``; if a config file sets a key of a part for another target, with the ways to remove the key.
+
+    Args:
+        typed: the keys on the command line.
+        groups: the names of the parts.
+    """
+    if not isinstance(error, UnknownKeyError) or error.key in typed:
+        return error
+    group, *names = error.key.split(".")
+    if group not in groups or len(names) > 1:
+        return error
     advice = f"; a config file sets it: add ~{error.key}, or '- override /{group}: null' to the defaults of your file"
     return UnknownKeyError(error.key, f"{error.args[1]}{advice}")
 

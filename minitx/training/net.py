@@ -24,7 +24,6 @@ from minitx.config import ConfigError, Part, TransformerConfig, to_dict
 from minitx.config.part import FROM_PYTHON
 from minitx.config.schema import require, stated
 from minitx.config.training import MODEL
-from minitx.config.unknown_keys import nearest
 from minitx.data.seeding import seed_device
 from minitx.data.task import Batch, Task, without_targets
 from minitx.data.task_loading import FIRST_INPUT, lightning_base, overrides
@@ -516,6 +515,8 @@ def fitted(model: TransformerConfig, data: DataModule) -> TransformerConfig:
         if name in ("num_classes", *_LENGTHS):
             continue
         if name not in known:
+            from minitx.config.unknown_keys import nearest  # only errors need it
+
             raise ConfigError(
                 f"the data sets model.{name}={value}, but a model has no such field{nearest(name, known, 'model.')}"
             )

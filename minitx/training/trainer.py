@@ -25,8 +25,9 @@ from lightning.pytorch.plugins import DoublePrecision, MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 
 from minitx.config import ConfigError, TrainerConfig
-from minitx.config.part import parameter_names
-from minitx.config.schema import defaults, first_line
+from minitx.config.part import defaults
+from minitx.config.schema import first_line
+from minitx.config.signatures import parameter_names
 from minitx.config.training import REPLACED
 from minitx.training.checkpoint_files import read_checkpoint, write_checkpoint
 from minitx.training.devices import cpu_precision, device_of

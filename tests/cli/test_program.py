@@ -25,7 +25,7 @@ from minitx.cli.generate import GenerateConfig
 from minitx.cli.overrides import readable
 from minitx.cli.play import PlayConfig
 from minitx.cli.train import default_folder
-from minitx.cli.view import ViewConfig
+from minitx.cli.view_config import ViewConfig
 from minitx.config import ConfigError, RunConfig
 from minitx.training import StoppedError
 from minitx.training.metrics_csv import COLUMNS, read_metrics
