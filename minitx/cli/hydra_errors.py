@@ -45,7 +45,9 @@ def explained(error: BaseException, words: Sequence[str], *, sweeps: bool, confi
         advice = nearest(option, options) or f"; {group} must be one of: {', '.join(options)}" * bool(options)
     if isinstance(error, InterpolationKeyError) and config is not None and (missing := re.search("'(.+)'", str(error))):
         advice = similar_key(missing[1], FIRST_NAMES, all_keys(config))
-    return f"{message_of(error).rstrip('.')}{advice}" if advice else message_of(error)
+    if advice:
+        return f"{message_of(error).rstrip('.')}{advice}"
+    return message_of(error, whole=type(error) is ConfigCompositionException)  # its other lines are Hydra's advice
 
 
 def unreadable(word: str) -> str:
@@ -86,8 +88,8 @@ def _options(value: Any) -> Iterator[Any]:
         yield value.text if isinstance(value, QuotedString) else value
 
 
-def message_of(error: BaseException) -> str:
-    """Return the first line of a message, with the key and the cause if they are missing in it."""
+def message_of(error: BaseException, *, whole: bool = False) -> str:
+    """Return the first line of a message, or all lines in one (``whole``), with the key and the cause if they are missing in it."""
     mark = getattr(error, "problem_mark", None)  # of PyYAML
     if mark is not None:
         return f"{os.path.relpath(mark.name)}, line {mark.line + 1}: {error.problem}"  # type: ignore[attr-defined]
@@ -95,8 +97,8 @@ def message_of(error: BaseException) -> str:
     if not str(error).strip() and cause is not None:
         return message_of(cause)
     first, *more = str(error).strip().splitlines() or [type(error).__name__]
-    if first.endswith(":") or type(error) is ConfigCompositionException:  # with Hydra's advice
-        first = " ".join([first, *more])
+    if whole or first.endswith(":"):
+        first = " ".join([first, *(more if whole else more[:1])])
     if isinstance(cause, OmegaConfBaseException) and not isinstance(cause, ConfigAttributeError | ConfigKeyError):
         first = f"{first}: {message_of(cause)}"
     key = getattr(error, "full_key", None)
