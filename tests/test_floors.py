@@ -173,7 +173,7 @@ NEEDED_BECAUSE = {
         "cli.check",
         "importlib.util.spec_from_file_location",
     ): "a program that checks code which its user names on the command line",
-    ("cli.check", "importlib.import_module"): "the same, of a file in a package",
+    ("cli.source_files", "importlib.import_module"): "the same, of a file in a package",
 }
 
 
