@@ -10,8 +10,8 @@ from typing import Literal
 import pytest
 
 from minitx.config import ConfigError, Part, TransformerConfig, evaluate_factor, from_dict, node, to_dict
-from minitx.config.part import Takes
-from minitx.config.schema import Count, defaults, read_call, takes_fields_of
+from minitx.config.part import Takes, defaults
+from minitx.config.schema import Count, check_choice, read_call, takes_fields_of
 from minitx.config.training import NODES, ParameterRule, RunConfig, StopAtConfig, TrainerConfig
 from minitx.training.samples import SamplesOptions
 
@@ -226,6 +226,12 @@ def test_numbers_that_yaml_reads_as_words_are_numbers_and_nothing_else_is():
     for value in ("1_000", "0x10", "1e-3x", "one", True, None, [1e-3]):
         with pytest.raises(ConfigError, match=r"^temperature="):
             from_dict(SamplesOptions, {"temperature": value})
+
+
+def test_the_allowed_values_of_a_choice_may_be_an_iterator():
+    check_choice("name", "b", iter("ab"))
+    with pytest.raises(ConfigError, match=r"^name=c is not allowed: one of a, b$"):
+        check_choice("name", "c", iter("ab"))
 
 
 @pytest.mark.parametrize("value", ["abc", None, [1], {"a": 1}, 1.5])

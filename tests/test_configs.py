@@ -7,11 +7,14 @@ import itertools
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from minitx.ablation.grid import NEW_DATA, cells
 from minitx.cli.compose import compose_cell, compose_config, compose_grid
 from minitx.cli.launch import run_training
 from minitx.config import ConfigError, RunConfig, to_dict
+from minitx.config.part import find_target
+from minitx.config.signatures import parameter_names
 from minitx.data.tokenizer import train_tokenizer
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -76,7 +79,21 @@ def test_every_experiment_runs_one_step(experiment, tmp_path, monkeypatch):
     assert result["val_loss"] is not None
 
 
-def test_the_warm_up_of_an_experiment_is_cut_to_a_tenth_of_fewer_steps_and_a_typed_one_is_not(tmp_path, caplog):
+def test_every_option_of_optimizer_and_schedule_fits_every_experiment():
+    """speedrun_char is an exception: its published grid takes its keys to AdamW and to a cosine."""
+    exceptions = {("speedrun_char", "optimizer", "sgd"), ("speedrun_char", "schedule", "constant")}
+    refused = set()
+    for experiment in (CONFIGS / "experiment").glob("*.yaml"):
+        values = OmegaConf.load(experiment)
+        for group in ("objective", "optimizer", "schedule"):
+            for option in (CONFIGS / group).glob("*.yaml"):
+                known = parameter_names(find_target(OmegaConf.load(option)["_target_"], group))
+                if not {*(values.get(group) or ())} <= known:
+                    refused.add((experiment.stem, group, option.stem))
+    assert refused == exceptions
+
+
+def test_the_warm_up_of_an_experiment_is_cut_to_a_tenth_of_fewer_steps_and_a_users_is_refused(tmp_path, caplog):
     caplog.set_level("INFO")
     words = ["experiment=kv_lookup", "trainer.max_steps=12"]
     assert compose_config(words).schedule.get("warmup_steps") == 1
@@ -84,8 +101,13 @@ def test_the_warm_up_of_an_experiment_is_cut_to_a_tenth_of_fewer_steps_and_a_typ
     assert compose_config([*words, "trainer.max_steps=15"]).schedule.get("warmup_steps") == 15
     assert compose_config([*words, "schedule.warmup_steps=0.25"]).schedule.get("warmup_steps") == 0.25
     typed = compose_config([*words, "schedule.warmup_steps=13", "data.val_size=8"])
-    with pytest.raises(ConfigError, match=r"^schedule\.warmup_steps=13 must not exceed trainer\.max_steps=12"):
-        run_training(typed, tmp_path / "run", "a test")
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    text = "# @package _global_\ndefaults: [kv_lookup]\nschedule: {warmup_steps: 13}\ntrainer: {max_steps: 12}\n"
+    (tmp_path / "conf" / "experiment" / "mine.yaml").write_text(text)
+    in_a_file = compose_config([f"--config-dir={tmp_path / 'conf'}", "experiment=mine", "data.val_size=8"])
+    for config in (typed, in_a_file):
+        with pytest.raises(ConfigError, match=r"^schedule\.warmup_steps=13 must not exceed trainer\.max_steps=12"):
+            run_training(config, tmp_path / "run", "a test")
 
 
 @pytest.mark.parametrize("grid", [in_tier(name) for group, name in OPTIONS if group == "ablation" and name != "rate"])

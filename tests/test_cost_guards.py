@@ -248,7 +248,7 @@ def test_every_script_answers_help_without_torch_or_anything_heavy(tmp_path):
 @pytest.mark.slow
 def test_evaluating_generating_looking_and_checking_load_neither_lightning_nor_fsdp_nor_sympy():
     """They take longer than what these programs do with a small checkpoint."""
-    modules = "training.evaluation", "training.checkpoints", "cli.inputs", "generation", "analysis.viewer", "check"
+    modules = "training.evaluation", "training.checkpoints", "cli.view_models", "generation", "analysis.viewer", "check"
     code = f"import sys, {', '.join(f'minitx.{name}' for name in modules)}\n"
     code += "minitx.check.check_attention(lambda q, k, v: (q @ k.mT).softmax(-1) @ v)\n"
     code += "print({'lightning', 'transformers', 'torch.distributed.fsdp', 'sympy'} & set(sys.modules))"

@@ -170,10 +170,10 @@ NEEDED_BECAUSE = {
     ("cli", "importlib.import_module"): "of our own programs, which the code names",
     ("config.lazy", "importlib.import_module"): "of the modules that a package of ours names",
     (
-        "cli.check",
+        "cli.source_files",
         "importlib.util.spec_from_file_location",
     ): "a program that checks code which its user names on the command line",
-    ("cli.check", "importlib.import_module"): "the same, of a file in a package",
+    ("cli.source_files", "importlib.import_module"): "the same, of a file in a package",
 }
 
 

@@ -24,10 +24,11 @@ from minitx.ablation.grid import RECORD_KEYS, Cell, Record, Runs, cells, code_fi
 from minitx.ablation.judge import judge
 from minitx.ablation.report import module_of, write_report
 from minitx.cli.compose import compose_cell, compose_config, for_cells
-from minitx.cli.exit_codes import CellsFailedError, sentence
+from minitx.cli.exit_codes import sentence
 from minitx.cli.launch import run_training
 from minitx.cli.overrides import by_key
 from minitx.config import CONFIG_DIR, ConfigError
+from minitx.config.failures import FailedRunError
 from minitx.config.schema import require
 from minitx.crash_safe import replacing
 from minitx.training import StoppedError, stop_signals
@@ -41,7 +42,7 @@ def run_ablation(grid: AblationConfig, folder: Path, overrides: Sequence[str], c
 
     Raises:
         ConfigError: the grid cannot be run.
-        CellsFailedError: runs failed. The report has been written.
+        FailedRunError: runs failed. The others are finished, and the report has been written.
     """
     from minitx.ablation.measures import check_measures
 
@@ -75,7 +76,7 @@ def run_ablation(grid: AblationConfig, folder: Path, overrides: Sequence[str], c
     failed = [record for record in records if record["status"] == "failed"]
     if failed:
         first = f"the first: {failed[0]['reason']} ({failed[0]['command']})"
-        raise CellsFailedError(f"{len(failed)} of {len(records)} runs failed; {first}")
+        raise FailedRunError(f"{len(failed)} of {len(records)} runs failed; {first}")
 
 
 def check(chosen: Sequence[Cell]) -> None:

@@ -21,7 +21,9 @@ from minitx.cli.exit_codes import exit_code, is_traceback
 from minitx.cli.flags import Flags
 from minitx.cli.overrides import is_parsed, readable
 from minitx.config import ConfigError, from_dict
-from minitx.config.schema import UNIONS, Config, defaults, hints_of, require
+from minitx.config.part import defaults
+from minitx.config.schema import UNIONS, Config, require
+from minitx.config.signatures import hints_of
 
 if TYPE_CHECKING:
     from minitx.data.tokenizer import Tokenizer
@@ -38,14 +40,14 @@ class ProgramConfig(Config):
     """The keys of a program."""
 
     @property
-    def typed_keys(self) -> set[str]:
+    def changed_keys(self) -> set[str]:
         """The keys whose values are not the defaults."""
         return {name for name, default in defaults(type(self)).items() if getattr(self, name) != default}
 
     def refuse_together(self, key: str, *others: str) -> None:
         """Raise a ConfigError if ``key`` and one of ``others`` are set."""
         for other in others:
-            require(not {key, other} <= self.typed_keys, f"{key} and {other} cannot be combined: remove one of them")
+            require(not {key, other} <= self.changed_keys, f"{key} and {other} cannot be combined: remove one of them")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,7 +123,7 @@ def compose_program(cls: type[Options], words: Iterable[str]) -> Options:
     hints: dict[str, Any] = hints_of(cls)  # type: ignore[arg-type]  # a class is hashable
     kinds = {name: {hint, *(get_args(hint) if get_origin(hint) in UNIONS else ())} for name, hint in hints.items()}
     config, texts = OmegaConf.create({}), dict[str, Any]()
-    with explaining(()):
+    with explaining():
         for word in words:
             name, is_pair, value = word.partition("=")
             is_quoted = value[:1] in ("'", '"') and is_parsed(word)
@@ -182,6 +184,13 @@ def refusing(prefix: str = "", kinds: tuple[type[Exception], ...] = (ValueError,
 def writing(path: str | Path, *kinds: type[Exception]) -> AbstractContextManager[None]:
     """A context for writing to ``path``, the value of ``output``. It turns ``OSError`` and errors of ``kinds`` into ConfigErrors."""
     return refusing(f"output={path} cannot be written: ", (OSError, *kinds))
+
+
+def write_page(page: str, output: str, summary: str = "") -> None:
+    """Write an HTML page to ``output``, and ``summary``, path and size to stdout."""
+    with writing(output):
+        Path(output).write_text(page, encoding="utf-8")
+    write(f"{summary}{output}  {len(page.encode()) / 1e6:.2f} MB\n")
 
 
 def write(text: str) -> None:

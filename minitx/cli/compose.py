@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 import logging
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,17 +20,18 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError
 
 from minitx.cli import importing
-from minitx.cli.overrides import FIRST_NAMES, by_key, roots_of
-from minitx.config import CONFIG_DIR, ConfigError, InitFrom, RunConfig, TrainerConfig, from_dict, is_node
-from minitx.config.part import import_modules
-from minitx.config.schema import UnknownKeyError, defaults, require
+from minitx.cli.overrides import FIRST_NAMES, by_key, for_hydra, roots_of
+from minitx.config import ConfigError, InitFrom, RunConfig, TrainerConfig, from_dict, is_node
+from minitx.config.failures import FailedRunError
+from minitx.config.part import defaults, import_modules
+from minitx.config.schema import read, require
 from minitx.config.shipped import shipped_configs
 from minitx.config.training import MODEL, NODES
+from minitx.training import StoppedError
 
 if TYPE_CHECKING:
     from minitx.ablation.design import AblationConfig
@@ -41,6 +41,9 @@ Options = TypeVar("Options")
 
 GROUPS = (*NODES, "trainer")
 """Groups that must have an option in every run."""
+
+SHOWS_TRACEBACK = "shows_traceback"
+"""An attribute of an error of a job of Hydra: the key ``traceback`` of the job's config."""
 
 NOT_FOR_CELLS = ("experiment=", "ablation=", "ablation.", "output_dir=", "hydra.", "hydra/", "seed=")
 """Prefixes of overrides that configure a grid. All other overrides apply to every cell."""
@@ -58,6 +61,19 @@ def register_defaults() -> None:
     for group in filter(OmegaConf.is_dict, run.values()):  # their keys are checked when the config is read
         OmegaConf.set_struct(group, False)
     store.store(group="schema", name="run", node=run)
+    OmegaConf.register_new_resolver("minitx.warmup", _fitting_warmup, replace=True)
+
+
+def _fitting_warmup(steps: int, *, _root_: DictConfig) -> int:
+    """Return ``${minitx.warmup:STEPS}`` of our experiments: ``steps``, or a tenth of ``trainer.max_steps`` if the run has fewer steps."""
+    with suppress(ConfigError):  # without a number of steps
+        max_steps: int = read(int, OmegaConf.select(_root_, "trainer.max_steps"), "trainer.max_steps")
+        if steps > max_steps:
+            shorter = max_steps // 10
+            message = "schedule.warmup_steps=%d of the experiment exceeds trainer.max_steps=%d: shortened to %d"
+            log.info(message, steps, max_steps, shorter)
+            return shorter
+    return steps
 
 
 def for_cells(words: Iterable[str]) -> list[str]:
@@ -100,12 +116,11 @@ def build_config(config: DictConfig, words: Sequence[str] = ()) -> RunConfig:
         "model is missing: start from a trained model, init_from.path=FOLDER or model=hf model.path=FOLDER, or choose model=OPTION",
     )
     try:
-        run = from_dict(RunConfig, {name: values[name] for name in defaults(RunConfig) if name in values})
-    except UnknownKeyError as error:
-        from minitx.cli.keys import advice_on_a_file  # only errors need it
+        return from_dict(RunConfig, {name: values[name] for name in defaults(RunConfig) if name in values})
+    except ConfigError as error:
+        from minitx.config.unknown_keys import set_by_a_file  # only errors need it
 
-        raise ConfigError(f"{error}{advice_on_a_file(error.key, typed)}") from error
-    return _with_fitting_warmup(run, typed)
+        raise set_by_a_file(error, typed, NODES) from None
 
 
 def check_names(config: DictConfig, words: Sequence[str]) -> None:
@@ -119,9 +134,10 @@ def check_names(config: DictConfig, words: Sequence[str]) -> None:
     for name in new:
         if not re.search(rf"\$\{{{re.escape(name)}[.\[}}]", unresolved):
             key = next((key for key in by_key(words) if key.partition(".")[0] == name), name)
-            from minitx.cli.keys import similar_key  # only errors need it
+            from minitx.cli.keys import all_keys  # only errors need it
+            from minitx.config.unknown_keys import unknown_name
 
-            raise UnknownKeyError(key, similar_key(key, config) or "; --help shows the keys")
+            raise unknown_name(key, FIRST_NAMES, all_keys(config))
 
 
 def _as_stored(values: Mapping[str, Any], typed: Mapping[str, str]) -> dict[str, Any]:
@@ -131,19 +147,6 @@ def _as_stored(values: Mapping[str, Any], typed: Mapping[str, str]) -> dict[str,
     shape = stored_model_config(from_dict(InitFrom, values["init_from"], "init_from."), values.get("trust") is True)
     chosen = {name.partition(".")[2] for name in typed if name.startswith("model.")}
     return {**shape, **{name: values["model"].get(name) for name in chosen}, "_target_": MODEL}
-
-
-def _with_fitting_warmup(config: RunConfig, typed: Mapping[str, str]) -> RunConfig:
-    """Shorten a warm-up that is longer than ``trainer.max_steps`` to a tenth of the steps, unless it was typed."""
-    steps = config.trainer.max_steps
-    warmup = config.schedule.get("warmup_steps", 0)
-    is_ours = config.schedule.name.startswith("minitx.training.schedules.")
-    if steps is None or not is_ours or warmup <= steps or "schedule.warmup_steps" in typed:
-        return config
-    log.info(
-        "schedule.warmup_steps=%s of the experiment exceeds trainer.max_steps=%d: shortened to %d", warmup, steps, steps // 10
-    )
-    return dataclasses.replace(config, schedule=config.schedule.with_(warmup_steps=steps // 10))
 
 
 def build_grid(config: DictConfig, words: Sequence[str]) -> AblationConfig | None:
@@ -201,28 +204,22 @@ def hydra_config(words: Sequence[str]) -> DictConfig:
         _outside_of_jobs(),
         hydra.initialize_config_dir(str(shipped_configs()), version_base="1.3"),
     ):
-        config = hydra.compose("train", overrides=[*(word for word in words if not word.startswith(CONFIG_DIR)), *search])
+        config = hydra.compose("train", overrides=[*for_hydra(words), *search])
     check_names(config, words)
     return config
 
 
 @contextmanager
-def explaining(words: Sequence[str], *, sweeps: bool = False, config: DictConfig | None = None) -> Iterator[None]:
-    """A context that turns errors of Hydra and OmegaConf into a ConfigError. For the arguments, see ``explained``."""
+def explaining(words: Sequence[str] = (), *, sweeps: bool = False, config: DictConfig | None = None) -> Iterator[None]:
+    """A context for calls of Hydra or OmegaConf. It turns their errors into a ConfigError of one line; see ``explained``."""
     try:
         yield
     except Exception as error:
-        from minitx.cli.hydra_errors import explained, is_of_hydra, with_new_keys  # only errors need it
-
-        if isinstance(error, ConfigError | BrokenPipeError) or not is_of_hydra(error):
+        is_of_job = hasattr(error, SHOWS_TRACEBACK)
+        if is_of_job or isinstance(error, ConfigError | FailedRunError | StoppedError | BrokenPipeError):
             raise
-        if type(error) is ConfigCompositionException and (changed := with_new_keys(words)):
-            try:
-                hydra_config(changed)
-            except UnknownKeyError:
-                raise
-            except ConfigError:  # the mistake is another
-                pass
+        from minitx.cli.hydra_errors import explained  # only errors need it
+
         raise ConfigError(explained(error, words, sweeps=sweeps, config=config)) from error
 
 

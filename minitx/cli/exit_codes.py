@@ -9,26 +9,11 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from minitx.cli.compose import SHOWS_TRACEBACK
 from minitx.cli.launch import FOLDER, LOST, is_of_a_lost_process, tell_launcher
 from minitx.config import ConfigError
 from minitx.config.failures import FailedRunError, code_of
 from minitx.training import StoppedError
-
-
-class CellsFailedError(FailedRunError):
-    """Some runs of a grid failed. The other runs are finished and reported."""
-
-
-class PastHydra(BaseException):
-    """Carries ``error`` out of a job of Hydra, which would otherwise add a line to it, and run the next job of a sweep."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(error)
-        self.error = error
-
-
-SHOWS_TRACEBACK = "shows_traceback"
-"""An attribute of an error of a job: the key ``traceback`` of the job's config."""
 
 
 def exit_code(program: Callable[[], Any]) -> int:
@@ -57,15 +42,18 @@ def _code_of(program: Callable[[], Any]) -> int:
         if isinstance(stop.code, str):  # from a user's module
             return _say(stop, stop.code, 2)
         return 2 if stop.code == 1 else stop.code or 0  # with code 1, Hydra has written the message
-    except PastHydra as carrier:
-        return _say(carrier.error, *sentence(carrier.error))
     except KeyboardInterrupt:
         return _say(None, "stopped by SIGINT", 130)
     except BrokenPipeError:  # from `train.py --help | head`
         return 0
     except Exception as error:
-        return _say(error, *sentence(error))
+        return report(error)
     return 0
+
+
+def report(error: Exception) -> int:
+    """Write the message of an exception to stderr, and return the exit code."""
+    return _say(error, *sentence(error))
 
 
 def is_traceback(word: str) -> bool:
@@ -90,12 +78,12 @@ def _say(error: BaseException | None, text: str, code: int) -> int:
 
 def sentence(error: BaseException) -> tuple[str, int]:
     """Return the message of an exception in one line, and the exit code."""
-    from minitx.cli.hydra_errors import is_of_hydra, message_of  # only errors need it
+    from minitx.cli.hydra_errors import OF_HYDRA, message_of  # only errors need it
 
     text = " ".join(str(error).split())
     if isinstance(error, ConfigError | FailedRunError | StoppedError):
         return text, code_of(error)
-    if is_of_hydra(error) or type(error).__module__.startswith("yaml."):
+    if isinstance(error, OF_HYDRA):
         return message_of(error), 2
     if is_of_a_lost_process(error):
         return LOST, code_of(error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,8 +10,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from minitx.cli.overrides import FIRST_NAMES
 from minitx.config import ConfigError, is_node
-from minitx.config.part import find_target, plain_defaults, required
-from minitx.config.schema import config_class_of, nearest
+from minitx.config.part import find_target, plain_defaults
+from minitx.config.schema import config_class_of
+from minitx.config.signatures import required
 from minitx.config.training import LOADING, NODES
 
 
@@ -43,21 +43,9 @@ def unlisted(config: DictConfig) -> list[str]:
     return [f"+{group}.{name}={json.dumps(value)}" for group, name, value in added if not isinstance(value, dict)]
 
 
-def similar_key(key: str, config: DictConfig) -> str:
-    """Return the end of a message: a key similar to ``key`` among those of a composed config. For most keys, this imports torch."""
-    if "." not in key and (near := difflib.get_close_matches(key, FIRST_NAMES, n=1, cutoff=0.8)):
-        return f" (did you mean {near[0]}?)"
-    keys = list(_keys({name: node for name, node in complete(config).items() if name in FIRST_NAMES}))
-    in_groups = [known for known in keys if known.rpartition(".")[2] == key]  # such as lr without its group
-    return f" (did you mean {in_groups[0]}?)" if len(in_groups) == 1 else nearest(key, keys)
-
-
-def advice_on_a_file(key: str, typed: Mapping[str, str]) -> str:
-    """Return the end of a message about an unknown key: how to remove the key if a config file sets it for another target."""
-    group, _, name = key.partition(".")
-    if key in typed or group not in NODES or "." in name:
-        return ""
-    return f"; a config file sets it: add ~{key}, or '- override /{group}: null' to the defaults of your file"
+def all_keys(config: DictConfig) -> Iterator[str]:
+    """Yield all keys of a composed config that a run has, as ``group.key``. For most configs, this imports torch."""
+    yield from _keys({name: node for name, node in complete(config).items() if name in FIRST_NAMES})
 
 
 def _keys(node: Any, path: str = "") -> Iterator[str]:

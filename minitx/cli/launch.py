@@ -33,14 +33,6 @@ _GRACE = "50"  # seconds from SIGTERM to SIGKILL for the other processes
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
-class RankFailedError(FailedRunError):
-    """A process of the run failed, with ``exit_code``."""
-
-    def __init__(self, message: str, exit_code: int = 3) -> None:  # the default makes it picklable
-        super().__init__(message)
-        self.exit_code = exit_code
-
-
 def started_from_outside() -> int:
     """Return the number of processes that torchrun or srun started for this run, or 0."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -75,7 +67,7 @@ def launch(overrides: Sequence[str], processes: int, folder: Path) -> None:
     """Run ``train.py OVERRIDES`` in ``processes`` processes of this machine that share ``folder``.
 
     Raises:
-        RankFailedError: a process failed. The others were stopped, and killed after 50 s.
+        FailedRunError: a process failed. The others were stopped, and killed after 50 s.
         StoppedError: a signal of ``stop_signals``. The processes had 50 s to write their checkpoint.
     """
     from hydra.core.utils import env_override
@@ -127,7 +119,7 @@ def is_of_a_lost_process(error: BaseException) -> bool:
     return type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError") or "gloo/transport" in str(error)
 
 
-def _failure(failures: Mapping[int, Any], folder: Path) -> RankFailedError:
+def _failure(failures: Mapping[int, Any], folder: Path) -> FailedRunError:
     """Return the error of the process that failed first.
 
     The agent's timestamps are whole seconds, and it stops the other processes with SIGTERM, so processes that ended by SIGTERM
@@ -142,10 +134,11 @@ def _failure(failures: Mapping[int, Any], folder: Path) -> RankFailedError:
     number, failure = min(failures.items(), key=lambda item: order(item[1]))
     message = failure.error_file_data.get("message")
     if isinstance(message, dict) and failure.exitcode > 0:  # a message of tell_launcher
-        return RankFailedError(message["message"], failure.exitcode)
+        error = FailedRunError(message["message"])
+        error.exit_code = failure.exitcode
+        return error
     ending = f"was ended by {failure.signal_name()}" if failure.exitcode < 0 else f"ended with exit code {failure.exitcode}"
-    text = f"process {number} of the run {ending} and the others were stopped; see {folder / 'logs'}"
-    return RankFailedError(text)
+    return FailedRunError(f"process {number} of the run {ending} and the others were stopped; see {folder / 'logs'}")
 
 
 def tell_launcher(message: str) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 
 from minitx.config import CONFIG_DIR, RunConfig
-from minitx.config.schema import defaults
+from minitx.config.part import defaults
 from minitx.config.shipped import shipped_configs
 
 FIRST_NAMES = (*defaults(RunConfig), "ablation", "debug")
@@ -21,6 +22,12 @@ FIRST_NAMES = (*defaults(RunConfig), "ablation", "debug")
 def by_key(words: Iterable[str]) -> dict[str, str]:
     """Return overrides by the key that they set or delete. The last override of a key applies."""
     return {word.lstrip("+~").partition("=")[0]: word for word in words}
+
+
+def roots_of(words: Iterable[str]) -> list[Path]:
+    """Return the folders of configs: minitx's own, and those of ``--config-dir``."""
+    own = (word.removeprefix(CONFIG_DIR) for word in words if word.startswith(CONFIG_DIR))
+    return [shipped_configs(), *(Path(folder).absolute() for folder in own)]
 
 
 def readable(word: str) -> str:
@@ -42,7 +49,16 @@ def is_parsed(word: str) -> bool:
     return False
 
 
-def roots_of(words: Iterable[str]) -> list[Path]:
-    """Return the folders of configs: minitx's own, and those of ``--config-dir``."""
-    own = (word.removeprefix(CONFIG_DIR) for word in words if word.startswith(CONFIG_DIR))
-    return [shipped_configs(), *(Path(folder).absolute() for folder in own)]
+def for_hydra(words: Collection[str]) -> list[str]:
+    """Return the overrides among ``words`` in the form that Hydra accepts.
+
+    A key whose first name no run has is added to the config (``++``): a config file of the user may have it, and otherwise
+    ``check_names`` refuses it with a suggestion.
+    """
+    roots, overrides = roots_of(words), []
+    for word in words:
+        name, is_pair, _ = word.partition("=")
+        is_known = name.partition(".")[0] in (*FIRST_NAMES, "hydra") or any((root / name).is_dir() for root in roots)
+        is_new = is_pair and not is_known and re.fullmatch(r"\w[\w.]*", name)
+        overrides += [] if word.startswith(CONFIG_DIR) else [f"++{readable(word)}" if is_new else readable(word)]
+    return overrides

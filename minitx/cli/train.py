@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from minitx.ablation.design import AblationConfig
 from minitx.cli.compose import (
+    SHOWS_TRACEBACK,
     build_config,
     build_grid,
     explaining,
@@ -29,10 +30,10 @@ from minitx.cli.compose import (
     hydra_config,
     register_defaults,
 )
-from minitx.cli.exit_codes import SHOWS_TRACEBACK, PastHydra, exit_code, sentence
+from minitx.cli.exit_codes import exit_code, report, sentence
 from minitx.cli.flags import Flags
 from minitx.cli.launch import FOLDER, job_name, launch, needs_launch, run_training, started_from_outside, stop_with_parent
-from minitx.cli.overrides import readable
+from minitx.cli.overrides import FIRST_NAMES, for_hydra
 from minitx.config import CONFIG_DIR, ConfigError, RunConfig
 from minitx.config.part import import_modules
 from minitx.config.schema import require
@@ -52,13 +53,21 @@ def main() -> int:
         grids: set[Path] = set()
 
         def job(composed: DictConfig) -> float | None:
-            return run_job(composed, grids)
+            try:
+                return run_job(composed, grids)
+            except Exception as error:
+                if ends_sweep(error):  # Hydra would add a line to the message, and run the next job
+                    raise SystemExit(report(error)) from error
+                log.warning("job %s failed: %s", HydraConfig.get().job.num, sentence(error)[0])
+                if is_diverged(error):
+                    return worst_value()
+                raise
 
         read = Flags(of_hydra=True).read(sys.argv[1:])
         flags = [word for word in sys.argv[1:] if word not in read.overrides]
-        overrides = [*map(readable, read.overrides)]
-        words = [f"{CONFIG_DIR}{read.config_dir}", *overrides] if read.config_dir else [*overrides]
+        words = [f"{CONFIG_DIR}{read.config_dir}", *read.overrides] if read.config_dir else read.overrides
         find_own_modules(words)
+        overrides = for_hydra(words)
         if read.config_name is None and (read.help or read.cfg == "job"):
             from minitx.cli.keys import unlisted
 
@@ -90,7 +99,7 @@ def run_job(composed: DictConfig, grids: set[Path]) -> float | None:
     except BaseException as error:
         remove_hydra_folder()
         setattr(error, SHOWS_TRACEBACK, composed.traceback is True)
-        return value_of_failed(error)
+        raise
 
 
 def run_grid(grid: AblationConfig, composed: DictConfig, words: Sequence[str], others: set[Path]) -> None:
@@ -128,20 +137,20 @@ def run_one(config: RunConfig, composed: DictConfig, words: Sequence[str]) -> fl
     return value_of(result, config.optimized_metric)
 
 
-def value_of_failed(error: BaseException) -> float:
-    """Return the worst value for a search whose run diverged. Otherwise raise: an ``Exception`` ends only its job of a sweep."""
-    if not isinstance(error, Exception):
-        raise error
-    if HydraConfig.get().mode == RunMode.RUN or isinstance(error, StoppedError) or FOLDER in os.environ:
-        raise PastHydra(error)
-    log.warning("job %s failed: %s", HydraConfig.get().job.num, sentence(error)[0])  # Hydra only reports the first
-    worst = worst_value()
-    if math.isinf(worst):
-        from minitx.training.nonfinite import NonFiniteError  # imports torch
+def ends_sweep(error: Exception) -> bool:
+    """Return whether the error of a job ends the program: in a single run, after a signal, and for a name that no job has."""
+    from minitx.config.unknown_keys import UnknownKeyError  # only errors need it
 
-        if isinstance(error, NonFiniteError):
-            return worst
-    raise error
+    is_single = HydraConfig.get().mode == RunMode.RUN or FOLDER in os.environ
+    is_of_all_jobs = isinstance(error, UnknownKeyError) and error.key.partition(".")[0] not in FIRST_NAMES
+    return is_single or is_of_all_jobs or isinstance(error, StoppedError)
+
+
+def is_diverged(error: Exception) -> bool:
+    """Return whether the run of a search diverged. Its value is then ``worst_value()``."""
+    from minitx.training.nonfinite import NonFiniteError  # imports torch
+
+    return math.isinf(worst_value()) and isinstance(error, NonFiniteError)
 
 
 def speak_on_the_first_rank() -> None:

@@ -5,6 +5,12 @@ SIGINT, 143 SIGTERM (after writing a checkpoint, unless trainer.ckpt_every=0 or 
 """
 
 
+class ConfigError(ValueError):
+    """An invalid config. The message begins with ``key=value``, so that a caller can prepend a path."""
+
+    exit_code = 2
+
+
 class FailedRunError(RuntimeError):
     """A run failed after it started. The message is a sentence for the user."""
 

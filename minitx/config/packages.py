@@ -5,7 +5,7 @@ from contextlib import suppress
 from importlib import import_module, metadata
 from typing import Any
 
-from minitx.config.schema import ConfigError
+from minitx.config.failures import ConfigError
 
 DISTRIBUTIONS = {"hydra": "hydra-core", "sklearn": "scikit-learn"}
 """Package names on PyPI that differ from the names of their modules."""

@@ -17,22 +17,19 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from minitx.config.failures import ConfigError
 from minitx.config.schema import (
-    ConfigError,
-    by_keyword,
+    FromPlain,
     config_class_of,
-    defaults,
     first_line,
-    hints_of,
     is_node,
-    nearest,
-    parameters_of,
     read,
     read_call,
     require,
     shown,
     to_dict,
 )
+from minitx.config.signatures import by_keyword, hints_of, parameter_names, parameters_of, required
 
 FROM_THE_RUN = ("seed", "batch_size", "num_workers", "max_steps", "tokenizer", "head_dim")
 """Arguments that a run passes to any target with a parameter of that name."""
@@ -72,7 +69,7 @@ class Takes:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class Part(FromPlain):
     """A function or class, and the arguments to call it with.
 
     ``node(target, ...)`` creates a part in Python; its arguments are read when a config takes it. Two parts are equal if their
@@ -165,8 +162,11 @@ class Part:
             with suppress(ConfigError):  # its package is not installed
                 known = parameter_names(find_target(function, self.path))
         for key in others:
+            from minitx.config.unknown_keys import UnknownKeyError, nearest  # few targets need it
+
             near = nearest(key, {*self.names, *known}, f"{self.path}.")
-            require(key in known or not (near or known), f"{self.path}.{key} is not a key{near}")
+            if key not in known and (near or known):
+                raise UnknownKeyError(f"{self.path}.{key}", near)
 
     # --- comparing and reading
 
@@ -299,6 +299,8 @@ def _completed_node(value: Any, key: str, takes: Takes) -> Mapping[str, Any]:
         value = {**takes.known.get(name, {}), **value}
     require(isinstance(value, Mapping), f"{key}={shown(value)!s:.60} must be a group of keys")
     if not is_node(value):
+        from minitx.config.unknown_keys import nearest  # only errors need it
+
         near = nearest(name, takes.known, f"{group}.")
         raise ConfigError(f"{key} has no _target_ to name {f'a class{near}' if near else takes.expects.format(name=name)}")
     return value  # type: ignore[no-any-return]
@@ -346,6 +348,8 @@ def find_target(name: str, path: str) -> Any:
 def _similar(name: str) -> str:
     """Return a similar name from the module of a missing target, as text for the message."""
     module, _, last = name.rpartition(".")
+    from minitx.config.unknown_keys import nearest  # only errors need it
+
     known = vars(sys.modules[module]) if module in sys.modules else {}
     return "" if last in known else nearest(last, known, f"{module}.")
 
@@ -378,15 +382,17 @@ def needs(config: Any, name: str, other: str, *values: str) -> None:
         raise ConfigError(f"{name}={shown(value)} belongs to {other}={' or '.join(values)}, got {other}={shown(other_value)}")
 
 
-def parameter_names(function: Any) -> set[str]:
-    """Return the names of the parameters that can be passed by keyword, without ``**kwargs``."""
-    return {*by_keyword(parameters_of(function))}
+def defaults(target: Any) -> dict[str, Any]:
+    """Return the defaults of a dataclass or of a function's parameters as plain data, with ``???`` for required keys.
 
-
-def required(function: Any, positional: int = 0) -> list[str]:
-    """Return the names of the parameters without a default, skipping the first ``positional`` parameters."""
-    parameters = (parameters_of(function) or [])[positional:]
-    return [name for name, param in by_keyword(parameters).items() if param.default is param.empty]
+    A target without a signature has none.
+    """
+    target = config_class_of(target) or target
+    values = {name: param.default for name, param in by_keyword(parameters_of(target)).items()}
+    for entry in dataclasses.fields(target) if dataclasses.is_dataclass(target) else ():
+        if entry.default_factory is not dataclasses.MISSING:
+            values[entry.name] = entry.default_factory()
+    return {name: "???" if value is inspect.Parameter.empty else to_dict(value) for name, value in values.items()}
 
 
 def plain_defaults(target: Any) -> dict[str, Any]:

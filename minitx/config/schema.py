@@ -6,7 +6,6 @@ Every error message is one sentence that begins with the full key and the value.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import math
 import re
@@ -15,9 +14,11 @@ import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from numbers import Integral, Real
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
+
+from minitx.config.failures import ConfigError
+from minitx.config.signatures import by_keyword, hints_of, parameters_of
 
 T = TypeVar("T")
 UNIONS = (typing.Union, types.UnionType)
@@ -25,23 +26,6 @@ PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: "
 """Python types, as messages describe them."""
 
 _FIELDS_OF = "__config_class__"
-
-
-class ConfigError(ValueError):
-    """An invalid config. The message begins with ``key=value``, so that a caller can prepend a path."""
-
-    exit_code = 2
-
-
-class UnknownKeyError(ConfigError):
-    """A config has a key, ``key``, that does not exist. ``ending`` completes the message."""
-
-    def __init__(self, key: str, ending: str) -> None:
-        super().__init__(key, ending)  # unchanged arguments, so that the error can be pickled
-        self.key = key
-
-    def __str__(self) -> str:
-        return f"{self.key} is not a key{self.args[1]}"
 
 
 def require(condition: bool, message: str) -> None:
@@ -112,6 +96,10 @@ class Config:
     """Messages for keys under which other projects know a field. ``{path}`` becomes the beginning of the key."""
 
 
+class FromPlain:
+    """The base class of ``Part``, which imports this file: a type with ``from_plain(value, key, *annotations)`` and ``plain()``."""
+
+
 def takes_fields_of(cls: type) -> Callable[[T], T]:
     """Decorate a function whose first argument is the dataclass ``cls``, so that the keys of its node are the fields of ``cls``."""
 
@@ -125,17 +113,6 @@ def takes_fields_of(cls: type) -> Callable[[T], T]:
 def config_class_of(target: Any) -> type | None:
     """Return the dataclass whose fields are the keys of a node with this target; None if the keys are the target's arguments."""
     return getattr(target, _FIELDS_OF, None)
-
-
-@cache
-def hints_of(target: Any) -> dict[str, Any]:
-    """Return the type hints of a dataclass's fields or of a callable's parameters; {} if they cannot be resolved."""
-    is_plain_class = isinstance(target, type) and not dataclasses.is_dataclass(target)
-    annotated: Any = target.__init__ if is_plain_class else target
-    try:
-        return typing.get_type_hints(annotated, include_extras=True)
-    except Exception:  # some names exist only for type checkers
-        return {}
 
 
 def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
@@ -199,33 +176,18 @@ def read_call(
     hints = hints_of(target)
     named = by_keyword(parameters[positional:])
     takes_any = any(param.kind is param.VAR_KEYWORD for param in parameters)
-    others = getattr(target, "OTHER_NAMES", {})
     for key in () if takes_any else values:
-        if key in others:
-            raise UnknownKeyError(f"{path}{key}", f": {others[key].format(path=path)}")
         if key not in named:
+            from minitx.config.unknown_keys import unknown_argument  # only errors need it
+
             names = [*(name for name, param in named.items() if not _is_passed(param, offers)), *other_keys]
-            raise UnknownKeyError(f"{path}{key}", nearest(key, names, path) or f"; allowed here: {', '.join(names)}")
+            raise unknown_argument(path, key, names, getattr(target, "OTHER_NAMES", {}))
     for name, param in named.items():
         if offers is not None and param.default is param.empty and name not in {*values, *offers}:
             raise ConfigError(f"{path}{name} is missing")
     # nodes last: they may import torch, and mistakes in plain values are reported sooner
     names = sorted(values, key=lambda name: _has_node(values[name]))
     return {name: read(hints.get(name, Any), values[name], f"{path}{name}") for name in names}
-
-
-def parameters_of(target: Any) -> list[inspect.Parameter] | None:
-    """Return the parameters of a function or class, or None if it has no signature, as with some written in C."""
-    try:
-        return list(inspect.signature(target).parameters.values())
-    except (ValueError, TypeError):
-        return None
-
-
-def by_keyword(parameters: Iterable[inspect.Parameter] | None) -> dict[str, inspect.Parameter]:
-    """Return the parameters that can be passed by keyword, by name, without ``**kwargs``."""
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {param.name: param for param in parameters or () if param.kind in kinds}
 
 
 def _is_passed(param: inspect.Parameter, offers: Collection[str] | None) -> bool:
@@ -282,31 +244,32 @@ SCIENTIFIC = r"[+-]?\d+(\.\d*)?[eE][+-]?\d+"  # a number that YAML 1.1 reads as 
 
 
 def _read_union(parts: Sequence[Any], value: Any, key: str) -> Any:
-    """Read ``value`` as the first type of a union that accepts it, ``str`` last.
+    """Read ``value`` as null, as a group of keys, as text, or as the first other type that accepts it, in this order.
+
+    Text that is a number in scientific notation is read as text only if no other type accepts it.
 
     >>> [_read_union((str, float, types.NoneType), value, "lr") for value in (3, "1e-3", "head_dim^-1", None)]
     [3.0, 0.001, 'head_dim^-1', None]
     """
     if value is None and types.NoneType in parts:
         return None
-    nodes = [part for part in parts if get_origin(part) is Mapping or _is_part(part)]
-    if nodes and (is_node(value) or _is_part(value)):
-        return read(nodes[0], value, key)
-    options = [part for part in parts if part not in (*nodes, types.NoneType)] or nodes
-    groups = [option for option in options if dataclasses.is_dataclass(option)]
-    if len(options) == 1 or (groups and isinstance(value, Mapping)):
-        return read((groups or options)[0], value, key)
-    if isinstance(value, str) and str in options and not re.fullmatch(SCIENTIFIC, value):
+    nodes = [hint for hint in parts if _is_part(hint) or get_origin(hint) is Mapping]
+    groups = [hint for hint in parts if dataclasses.is_dataclass(hint)]
+    others = [hint for hint in parts if hint not in (*nodes, *groups, str, types.NoneType)] + [str] * (str in parts)
+    of_groups = nodes if is_node(value) or _is_part(value) else groups if isinstance(value, Mapping) else []
+    if options := of_groups or (not others and (groups or nodes)):
+        return read(options[0], value, key)
+    if isinstance(value, str) and str in parts and not re.fullmatch(SCIENTIFIC, value):
         return value
-    for option in sorted(options, key=lambda o: o is str):  # str last, so that a number stays a number
+    for hint in others:
         with suppress(ConfigError):
-            return read(option, value, key)
-    words = [word for option in options if get_origin(option) is Literal for word in get_args(option)]
-    if len(words) and all(get_origin(option) is Literal or option is bool for option in options):
+            return read(hint, value, key)
+    words = [word for hint in others if get_origin(hint) is Literal for word in get_args(hint)]
+    if words and all(get_origin(hint) is Literal or hint is bool for hint in others):
         check_choice(key, value, words)
-    if len(groups) == 1 and len(options) == 2:  # report the bound of the hint that is not a group
-        return read(next(option for option in options if option not in groups), value, key)
-    raise _wrong(options, value, key)
+    if len(others) == 1:
+        return read(others[0], value, key)
+    raise _wrong([*others, *groups], value, key)
 
 
 def _read_tuple(parts: tuple[Any, ...], value: Any, key: str) -> tuple[Any, ...]:
@@ -347,14 +310,11 @@ def shown(value: Any) -> Any:
 
 def check_choice(key: str, value: Any, allowed: Iterable[Any]) -> None:
     """Raise a ConfigError unless ``value`` is in ``allowed``. The message suggests a similar entry."""
-    words = ", ".join(map(str, allowed))
-    require(value in allowed, f"{key}={value} is not allowed: one of {words}{nearest(value, allowed)}")
+    choices = [*allowed]
+    if value not in choices:
+        from minitx.config.unknown_keys import nearest  # only errors need it
 
-
-def nearest(value: Any, allowed: Iterable[Any], path: str = "") -> str:
-    """Return `` (did you mean …?)`` with the entry of ``allowed`` closest to ``value``, after ``path``; an empty string if none is close."""
-    near = difflib.get_close_matches(str(value), [str(name) for name in allowed], n=1)
-    return f" (did you mean {path}{near[0]}?)" if near else ""
+        raise ConfigError(f"{key}={value} is not allowed: one of {', '.join(map(str, choices))}{nearest(value, choices)}")
 
 
 def stated(config: Any, name: str, kind: type = object) -> Any:
@@ -391,9 +351,9 @@ def _has_node(value: Any) -> bool:
 
 
 def _is_part(value: Any) -> bool:
-    """Whether a value is a ``Part`` or a hint for one. It is known by its method, because ``part.py`` imports this file."""
+    """Whether a value is a ``Part`` or a hint for one."""
     inner = get_args(value)[0] if get_origin(value) is Annotated else value
-    return hasattr(inner, "from_plain")
+    return isinstance(inner, FromPlain) or (isinstance(inner, type) and issubclass(inner, FromPlain))
 
 
 def to_dict(config: Any) -> Any:
@@ -405,16 +365,3 @@ def to_dict(config: Any) -> Any:
     if isinstance(config, Mapping):
         return {str(name): to_dict(value) for name, value in config.items()}
     return [to_dict(value) for value in config] if isinstance(config, list | tuple) else config
-
-
-def defaults(target: Any) -> dict[str, Any]:
-    """Return the defaults of a dataclass or of a function's parameters as plain data, with ``???`` for required keys.
-
-    A target without a signature has none.
-    """
-    target = config_class_of(target) or target
-    values = {name: param.default for name, param in by_keyword(parameters_of(target)).items()}
-    for field in dataclasses.fields(target) if dataclasses.is_dataclass(target) else ():
-        if field.default_factory is not dataclasses.MISSING:
-            values[field.name] = field.default_factory()
-    return {name: "???" if value is inspect.Parameter.empty else to_dict(value) for name, value in values.items()}

@@ -140,9 +140,6 @@ class StopAtConfig(WindowConfig):
     """End a run when the mean of a training metric over the last ``window`` steps reaches ``value``.
 
     Attributes:
-        metric: train_accuracy (must rise to value) or train_loss (must fall to it).
-        value: the value that the mean must reach.
-        window: steps in the mean.
         extra_steps: further steps after that.
     """
 

@@ -78,36 +78,6 @@ _LIMITS = (
 class TransformerConfig(Config):
     """Everything that defines a model. It is stored with the weights.
 
-    ``None`` means: ``num_kv_heads`` = ``num_heads``; ``head_dim`` = ``embed_dim // num_heads``; ``ffn_dim`` = 4 ·
-    ``embed_dim`` (8/3 of it, rounded up to a multiple of 8, for a gated activation); ``num_decoder_layers`` =
-    ``num_layers``; ``qkv_bias`` and ``out_bias`` = ``bias``; ``vocab_size``, ``num_labels``, ``image_size``,
-    ``num_channels`` and the special ids are filled in from the data; everything else that is ``None`` is off.
-
-    ``head`` is the output of an encoder: ``lm`` (logits over the vocabulary at every token, for masked-token prediction),
-    ``sequence`` (``num_labels`` logits per row, from the first real token or the mean, as ``pooling`` says, and with ``pooler``
-    through a tanh layer), ``token`` (``num_labels`` logits at every token) or ``none`` (hidden states; with ``pooler``, the
-    tanh layer belongs to ``model.pool``). ``head_transform`` puts BERT's layer before the head: before ``lm`` a dense layer
-    with activation and norm, before ``sequence`` the tanh layer of ``pooler``.
-
-    ``scale`` multiplies q·k: ``inv_sqrt`` 1/√D, ``unscaled`` 1, ``inv`` 1/D, ``learned`` one exp(log-scale) per head,
-    ``log_length`` ln(n_i)/ln(max_len)/√D, ``head_dim^p`` D to the power p, or a number. ``scale_factor`` multiplies the scale.
-    ``init_fold`` moves 1/√D into the initial weights: ``query`` multiplies W_Q by D^-½, ``symmetric`` multiplies W_Q and W_K
-    (with their biases) by D^-¼ each. ``init_zero_outputs`` makes every sublayer start with the output 0. ``deepnorm``
-    multiplies the initial W_V, W_O and feed-forward weights by its β.
-
-    All values of ``attention`` except ``exact`` are cores of ``minitx.nn.efficient``. ``num_features`` belongs to
-    ``performer``, ``num_slots`` to ``linformer``.
-
-    ``rotary_scaling`` adapts rotary positions to contexts that are ``rotary_factor`` times as long as in training
-    (``rotary_original_len``). ``rotary_low`` and ``rotary_high`` are numbers of turns (see ``RotaryScaling``).
-    ``position_offset`` is the row of a learned table at which positions start (2 in RoBERTa). ``scale_embeddings`` multiplies
-    token embeddings by √E (Vaswani et al. 2017, §3.4), ``scale_logits`` the last hidden states by 1/√E (T5 with a tied head).
-
-    ``logit_softcap`` t makes logits t · tanh(logits / t) (Gemma 2, arXiv:2408.00118, §2).
-
-    ``stochastic_depth`` is the probability of dropping a sublayer of the last block. It grows linearly with depth.
-    ``checkpointing`` saves memory by computing activations twice.
-
     Attributes:
         architecture: decoder, encoder, encoder_decoder or vision.
         vocab_size: V, the number of tokens; null: the data's.
@@ -121,16 +91,16 @@ class TransformerConfig(Config):
         head_dim: D (d_k), the width of a head; null: embed_dim // num_heads.
         num_layers: blocks, on each side of an encoder-decoder.
         num_decoder_layers: decoder blocks of an encoder-decoder; null: num_layers.
-        ffn_dim: hidden units of the feed-forward; null: 4 * embed_dim (8/3 of it if gated).
+        ffn_dim: hidden units of the feed-forward; null: 4 * embed_dim (if gated: 8/3 of embed_dim, rounded up to a multiple of 8).
         max_len: longest context in generation, longest row with position=learned, length in scale=log_length.
         dropout: probability of dropping activations and attention weights.
-        attention: exact, additive, linear, performer or linformer; or, with _target_, your own core or layer (a subclass of
-            MultiHeadAttention).
+        attention: exact, or a core of minitx.nn.efficient: additive, linear, performer or linformer; or, with _target_, your own
+            core or layer (a subclass of MultiHeadAttention).
         window: visible keys, including the query's own; null: all. A list repeats over the layers: [4096, null].
         num_features: random features of attention=performer; null: d_k ln d_k.
         num_slots: slots of attention=linformer (required).
-        scale: the factor on q.k: inv_sqrt (1/sqrt(d_k)), unscaled (1), inv (1/d_k), learned, log_length, 'head_dim^p' or a
-            number.
+        scale: the factor on q.k: inv_sqrt (1/sqrt(d_k)), unscaled (1), inv (1/d_k), learned (exp of one log-scale per head),
+            log_length (ln(n)/ln(max_len)/sqrt(d_k) for n keys), 'head_dim^p' (d_k to the power p) or a number.
         scale_factor: multiplies the scale.
         backend: the kernel: auto, math, sdpa, chunked, flex or a registered name.
         qk_norm: norm of queries and keys: rms, layer or l2; null: none.
@@ -141,7 +111,7 @@ class TransformerConfig(Config):
         position_offset: the first row of a learned table (2 in RoBERTa).
         rotary_base: base of the frequencies (larger: slower). A list repeats over the layers.
         rotary_interleaved: pairs of channels (2i, 2i+1); false: (i, i + d_k/2), as in Llama.
-        rotary_scaling: linear, ntk, yarn or llama3, for long contexts; null: off.
+        rotary_scaling: linear, ntk, yarn or llama3 (see RotaryScaling), for long contexts; null: off.
         rotary_factor: new length divided by the length in training. A list repeats over the layers.
         rotary_original_len: the length in training, required by yarn and llama3.
         rotary_low: with yarn, llama3: fewer turns are interpolated; null: the paper's value.
@@ -150,9 +120,9 @@ class TransformerConfig(Config):
         max_distance: with position=t5: keys from this distance on share a bucket.
         norm: layer or rms.
         norm_eps: eps of the norms under the square root.
-        norm_position: pre, post, sandwich or deepnorm.
+        norm_position: pre, post, sandwich or deepnorm (also multiplies the initial W_V, W_O and feed-forward weights by its beta).
         embed_norm: a norm after the embeddings, as in BERT.
-        scale_embeddings: multiply token embeddings by sqrt(embed_dim) (Vaswani et al. 2017).
+        scale_embeddings: multiply token embeddings by sqrt(embed_dim) (Vaswani et al. 2017, §3.4).
         scale_logits: divide the last hidden states by sqrt(embed_dim) (T5 with a tied head).
         parallel: attention and feed-forward read the same input; both outputs are added.
         layer_scale: initial value of a learned gain per channel of a sublayer's output; null: off.
@@ -164,17 +134,19 @@ class TransformerConfig(Config):
         out_bias: a bias in attention's output projection; null: as bias.
         init: initial weights: gpt2 (N(0, 0.02^2)), lecun (variance 1/fan-in), xavier, torch_mha, torch_linear (as torch's layers)
             or t5 (lecun, 1/sqrt(d_k) in W_Q).
-        init_fold: 1/sqrt(d_k) in the initial weights: query (W_Q x d_k^-1/2) or symmetric (W_Q and W_K x d_k^-1/4); null: off.
+        init_fold: 1/sqrt(d_k) in the initial weights: query (W_Q x d_k^-1/2) or symmetric (W_Q and W_K x d_k^-1/4), each with its
+            bias; null: off.
         init_zero_outputs: start every sublayer with the output 0; with norm_position=pre or sandwich, a block is then the
             identity.
         tie_embeddings: use the embedding table as the weight of the lm head.
-        head: output of an encoder: lm (per token), sequence (num_labels per row), token (num_labels per token) or none.
+        head: output of an encoder: lm (logits over the vocabulary per token, to predict masked tokens), sequence (num_labels per
+            row), token (num_labels per token) or none (hidden states).
         head_bias: a bias in an lm head.
-        logit_softcap: t in t * tanh(logits / t), for decoder and encoder_decoder; null: off.
+        logit_softcap: t in t * tanh(logits / t), for decoder and encoder_decoder (Gemma 2, arXiv:2408.00118, §2); null: off.
         head_transform: BERT's layer before the head: dense, activation and norm for lm; the pooler's for sequence.
         num_labels: labels, for head=sequence and token; null: the data's.
         pooling: for head=sequence: first (the first real token) or mean.
-        pooler: BERT's tanh layer after pooling, for head=sequence and none.
+        pooler: BERT's tanh layer after pooling, for head=sequence and none (there in model.pool).
         image_size: side of the images, in pixels; null: the data's.
         num_channels: colour channels; null: the data's.
         patch_size: side of a patch in pixels, for architecture=vision.

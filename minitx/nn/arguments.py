@@ -8,6 +8,8 @@ from typing import Any, get_args
 
 from torch import nn
 
+from minitx.config.signatures import by_keyword
+
 
 class Arguments:
     """The parameters of ``forward``.
@@ -29,7 +31,7 @@ class Arguments:
 
     def __init__(self, module: nn.Module | type[nn.Module]) -> None:
         parameters = [*inspect.signature(module.forward).parameters.values()][isinstance(module, type) :]  # a class: no self
-        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        named = by_keyword(parameters).values()
         others = [p for p in parameters if p.kind is p.VAR_KEYWORD]
         groups = [keys for p in others for keys in get_args(p.annotation)]
         self.further = [name for keys in groups for name in getattr(keys, "__annotations__", ())]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from minitx.config import ConfigError, Part, TransformerConfig
-from minitx.config.schema import nearest, require
+from minitx.config.schema import require
 from minitx.data.seeding import seed_device
 from minitx.data.task import Task
 from minitx.data.task_loading import lightning_base, overrides
@@ -109,6 +109,8 @@ def fitted(model: TransformerConfig, data: DataModule) -> TransformerConfig:
         if name in ("num_classes", *_LENGTHS):
             continue
         if name not in known:
+            from minitx.config.unknown_keys import nearest  # only errors need it
+
             raise ConfigError(
                 f"the data sets model.{name}={value}, but a model has no such field{nearest(name, known, 'model.')}"
             )

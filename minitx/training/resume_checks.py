@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from minitx.config import ConfigError, Part, TransformerConfig
-from minitx.config.part import differing_keys
-from minitx.config.schema import defaults
+from minitx.config.part import defaults, differing_keys
 from minitx.config.training import MODEL
 from minitx.data.tokenizer import Tokenizer, fingerprint
 from minitx.training.checkpoint_files import read_checkpoint

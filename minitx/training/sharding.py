@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from minitx.config.part import parameter_names
 from minitx.config.schema import require
+from minitx.config.signatures import parameter_names
 from minitx.nn.blocks import is_block
 from minitx.nn.precision import widest_float
 from minitx.training.checkpoint_files import read_checkpoint

@@ -9,9 +9,11 @@ import lightning.pytorch as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from minitx.config import ConfigError, TrainerConfig
-from minitx.config.part import parameter_names
-from minitx.config.schema import defaults, nearest, require
+from minitx.config.part import defaults
+from minitx.config.schema import require
+from minitx.config.signatures import parameter_names
 from minitx.config.training import REPLACED
+from minitx.config.unknown_keys import nearest
 from minitx.training.lightning_private import saves_by_step
 
 _OF_EPOCHS = ("limit_train_batches", "check_val_every_n_epoch", "min_epochs", "reload_dataloaders_every_n_epochs")

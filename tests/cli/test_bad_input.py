@@ -32,7 +32,7 @@ COMPOSED = {
     "model.d_k=8": "Set model.num_heads, or model.head_dim",
     "trainer.gradient_clip_val=1": "trainer.clip",
     "trainer.fast_dev_run=true": "trainer.fast_dev_run is not a key; allowed here",
-    "experiment=char_lm schedule=constant": "a config file sets it: add ~schedule.final_lr",
+    "experiment=speedrun_char schedule=constant": "a config file sets it: add ~schedule.final_lr",
     "model.dropout=nan": "model.dropout=nan",
     "optimizer.lr=0": "optimizer.lr=0.0 must be positive",
     "optimizer.rules=[{match:'('}]": "optimizer.rules[0].match=(",

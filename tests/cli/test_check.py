@@ -15,6 +15,7 @@ from minitx.cli import check
 from minitx.cli.command_line import compose_program, meanings
 from minitx.cli.compose import compose_config
 from minitx.cli.launch import run_training
+from minitx.cli.source_files import object_at
 from minitx.training.checkpoint_files import write_checkpoint
 from tests.cli.conftest import TINY
 
@@ -208,7 +209,7 @@ def test_two_files_of_one_name_are_two_modules_and_import_their_own_neighbours(p
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "model.py").write_text(GPT)
         (tmp_path / folder / "layers.py").write_text(f"FACTOR = {factor}\n")
-    first, second, again = (check._object_at(f"{folder}/model.py:GPT") for folder in ("ref", "port", "ref"))
+    first, second, again = (object_at(f"{folder}/model.py:GPT") for folder in ("ref", "port", "ref"))
     assert [kind.forward.__globals__["FACTOR"] for kind in (first, second, again)] == [2, 3, 2]
     for kind in (first, second, again):
         assert pickle.loads(pickle.dumps(kind)) is kind and "nn.Sequential" in inspect.getsource(kind)
@@ -227,10 +228,10 @@ def test_a_file_in_a_package_is_its_module_and_a_namesake_in_another_folder_is_a
         (package / "models" / "gpt.py").write_text(GPT.replace("from layers", "from ..layers") + "from alone import NAME\n")
         (package / "models" / "alone.py").write_text("NAME = 'beside the file'\n")
         (package / "layers.py").write_text(f"FACTOR = {factor}\n")
-    new, old = (check._object_at(f"{folder}/src/lib_to_check/models/gpt.py:GPT") for folder in ("new", "old"))
+    new, old = (object_at(f"{folder}/src/lib_to_check/models/gpt.py:GPT") for folder in ("new", "old"))
     assert (new.__module__, new.forward.__globals__["FACTOR"]) == ("lib_to_check.models.gpt", 2)
     assert (old.__module__, old.forward.__globals__["FACTOR"]) == ("lib_to_check.models.gpt", 3)
-    assert check._object_at("old/src/lib_to_check/__init__.py:GPT") is old  # a second import of one package
+    assert object_at("old/src/lib_to_check/__init__.py:GPT") is old  # a second import of one package
     code, shown, error = program("new/src/lib_to_check/models/gpt.py:GPT", "like=old/src/lib_to_check/models/gpt.py:GPT")
     assert code == 1 and "0.6667 times" in shown, shown + error
     (tmp_path / "torch").mkdir()

@@ -23,8 +23,9 @@ from minitx.cli.exit_codes import exit_code
 from minitx.cli.export import ExportConfig
 from minitx.cli.generate import GenerateConfig
 from minitx.cli.overrides import readable
+from minitx.cli.play import PlayConfig
 from minitx.cli.train import default_folder
-from minitx.cli.view import PlayConfig, ViewConfig
+from minitx.cli.view_config import ViewConfig
 from minitx.config import ConfigError, RunConfig
 from minitx.training import StoppedError
 from minitx.training.metrics_csv import COLUMNS, read_metrics

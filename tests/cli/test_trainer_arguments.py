@@ -7,8 +7,8 @@ import pytest
 
 from minitx.cli.compose import compose_config
 from minitx.config import ConfigError, RunConfig, TrainerConfig, to_dict
-from minitx.config.part import parameter_names
-from minitx.config.schema import defaults
+from minitx.config.part import defaults
+from minitx.config.signatures import parameter_names
 from minitx.config.training import REPLACED
 from minitx.training.run import train
 from minitx.training.trainer import build_trainer

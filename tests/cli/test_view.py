@@ -205,7 +205,7 @@ def test_models_that_cannot_stand_beside_each_other_and_a_page_that_no_browser_o
     for part, other in others.items():
         assert_refused(part, known, "text=the", other.replace("ckpt_path", "compare"), program="view")
     assert_refused("no weights over keys", bare("linear", num_layers=2, attention="linear"), "text=the", program="view")
-    monkeypatch.setattr("minitx.cli.view.LARGEST_PAGE", 100)
+    monkeypatch.setattr("minitx.cli.view_models.LARGEST_PAGE", 100)
     assert_refused("layers=", known, "text=the heaven", program="view")
 
 

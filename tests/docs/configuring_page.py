@@ -25,7 +25,7 @@ from minitx.cli.check import CheckConfig
 from minitx.cli.evaluate import EvaluateConfig
 from minitx.cli.export import ExportConfig
 from minitx.cli.generate import GenerateConfig
-from minitx.cli.view import ViewConfig
+from minitx.cli.view_config import ViewConfig
 from minitx.config import ParameterRule, Part, RunConfig, TransformerConfig, to_dict
 from minitx.config.part import FROM_THE_RUN, find_target
 from minitx.config.schema import config_class_of
