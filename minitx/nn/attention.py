@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minitx.nn.backends import attend, backend_names
+from minitx.nn.backends import backend_for, backend_names
 from minitx.nn.bias import Bias, as_bias
 from minitx.nn.cache import LayerCache, StateCache
-from minitx.nn.functional import AttentionCall, check_settings, require_tensor
+from minitx.nn.functional import AttentionCall, check_settings, require_tensor, with_weights
 from minitx.nn.masks import Causal, Mask, Padding, intersect, real_key_counts
 from minitx.nn.norms import QKNorm
 from minitx.nn.positions import Rotary, Rotation
@@ -60,7 +60,8 @@ class DotProductAttention(nn.Module):
 
     def forward(self, call: AttentionCall) -> Tensor | tuple[Tensor, Tensor]:
         """Return the output (B, H, L, Dv) of a checked call, or ``(output, weights (B, H, L, S))``."""
-        return attend(call, self.backend, strict=self.strict)
+        output = backend_for(call, self.backend, strict=self.strict).run(call)
+        return with_weights(call, output) if call.need_weights else output
 
     def extra_repr(self) -> str:
         return f"backend={self.backend!r}"
