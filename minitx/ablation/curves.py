@@ -17,7 +17,20 @@ from minitx.ablation.formatting import condition_text, sides, words
 from minitx.ablation.grid import Run, solved_step
 from minitx.ablation.intervals import Span
 from minitx.ablation.judge import Contrast, Findings, middle
-from minitx.canvas import GREY, INK, PALETTE, Entry, dodge, label, legend, log_ticks, panels, weight_bar, weight_image, wrapped_panels
+from minitx.canvas import (
+    GREY,
+    INK,
+    PALETTE,
+    Entry,
+    dodge,
+    label,
+    legend,
+    log_ticks,
+    panels,
+    weight_bar,
+    weight_image,
+    wrapped_panels,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
