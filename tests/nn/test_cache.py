@@ -246,6 +246,18 @@ def test_a_cache_takes_its_source_again_encoded_anew_or_in_other_rows():
             assert_same(got, want[rows, step : step + 1])
 
 
+def test_cross_attention_reads_the_memory_that_it_is_given_and_projects_it_once():
+    attention, x, cache = MultiHeadAttention(E, H), torch.randn(2, 5, E), LayerCache(8)
+    projected = []
+    attention.k_proj.register_forward_hook(lambda module, args, out: projected.append(args[0]))
+    first, second, longer = torch.randn(2, 7, E), torch.randn(2, 7, E), torch.randn(2, 9, E)
+    with torch.no_grad():
+        for memory in (first, first, second, second, longer, first):
+            assert_same(attention(x, memory, cache=cache), attention(x, memory), 1e-6)
+    given = [first, first, first, second, second, second, longer, longer, first, first]  # without the cache, each call projects
+    assert [tensor.data_ptr() for tensor in projected] == [tensor.data_ptr() for tensor in given]
+
+
 @pytest.mark.parametrize("options", [{}, {"window": 3}, {"window": (3, None)}, {"attention": "linear"}], ids=str)
 def test_a_forward_that_fails_midway_changes_no_layer(options):
     network, ids = model(position="rotary", **options), tokens(2, L)
