@@ -221,7 +221,7 @@ PRIVATE = {
     "torch": {
         *{("nn.tracing", "_C"), ("nn.tracing", "_functorch"), ("nn.rules", "_version"), ("training.net", "_orig_mod"), ("check.twins", "_orig_mod")},
         *{("nn.backends.sdpa", "_dynamo_marked_constant"), ("analysis.recorder", "_compiled_call_impl")},
-        *{(module, name) for module in ("nn.attention", "nn.config_differences") for name in ("_forward_hooks", "_forward_pre_hooks")},
+        *{(module, name) for module in ("nn.config_differences", "nn.torch_layer") for name in ("_forward_hooks", "_forward_pre_hooks")},
         *{("nn.counting", f"_scaled_dot_product_flash_attention_for_cpu{end}") for end in ("", "_backward")},
         *{("nn.models", "_apply"), ("nn.models", "_load_from_state_dict")},
         ("check.calling", "_python_dispatch"),

@@ -6,7 +6,7 @@ function of the old value, or a record of another run.
 
 from __future__ import annotations
 
-import sys
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -340,7 +340,7 @@ def _is_checkpointed() -> bool:
                 return False
         except RuntimeError:
             return True
-    frame = sys._getframe()  # the reentrant form runs its function without gradients
+    frame = inspect.currentframe()  # the reentrant form runs its function without gradients
     while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return frame is not None

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minitx.nn.attention import TORCH_PARTS, MultiHeadAttention
+from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.functional import require_tensor
 from minitx.nn.masks import Causal, Dense, Mask, Padding, hides_later, intersect
 from minitx.nn.rules import MASKS_PAGE
+from minitx.nn.torch_layer import TORCH_PARTS
 from minitx.nn.tracing import can_look
 
 READS = ("device", "dim", "dtype", "is_meta", "ndim", "numel", "shape", "size")
