@@ -21,12 +21,16 @@ from minitx.nn.torch_layer import as_torch_layer, check_torch_layer, copy_weight
 class DotProductAttention(nn.Module):
     """The core: scaled dot-product attention through a backend. It has no parameters.
 
-    A core is any module that maps an ``AttentionCall`` to (B, H, L, Dv), or to ``(output, weights)`` if the call needs weights.
-    Set the class attribute ``softmax_weights = True`` if the weights of the core are the softmax that the call describes:
-    ``minitx.analysis.recorder`` records such cores. Set it to False if they are not, and ``capture`` still finds the core outside
-    of ``MultiHeadAttention``. Set ``has_dot_products = True`` if the core uses query and key only in scale · q·k:
-    ``fold_scale`` needs this. If the core has a method ``refuse``, as ``EfficientAttention`` does, the constructor of
-    ``MultiHeadAttention`` calls it with the options that are used.
+    A core is any module that maps an ``AttentionCall`` to (B, H, L, Dv), or to ``(output, weights)`` if the call needs weights. A core
+    of your own has up to four optional parts:
+
+    * ``softmax_weights = True`` (class attribute): its weights are the softmax that the call describes, so
+      ``minitx.analysis.recorder`` records them. With False, ``capture`` records only its outputs, also outside of
+      ``MultiHeadAttention``.
+    * ``has_dot_products = True`` (class attribute): it uses query and key only in scale · q·k, so ``fold_scale`` may change them.
+    * ``refuse(**options)``: the constructor of ``MultiHeadAttention`` calls it with the options that are used, as in
+      ``EfficientAttention``.
+    * ``make_cache(capacity)``: makes its cache.
 
     Args:
         backend: ``auto``, ``math``, ``sdpa``, ``chunked``, ``flex`` or a registered name. Register your own backend

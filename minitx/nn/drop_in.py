@@ -28,7 +28,7 @@ class JoinedProjections:
     It isn't a tensor: torch's fused path refuses any object with a ``__torch_function__``.
     """
 
-    __slots__ = ("parts",)  # requires_grad = False is an error
+    __slots__ = ("parts",)  # setting any other attribute, such as requires_grad, is an error
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
         self.parts = parts

@@ -32,8 +32,9 @@ class Fold:
         parameters: the names of its parameters.
         ratio: the factor.
         shift: 1 for a norm that multiplies by 1 + weight, else 0.
-        groups, start, length: for a module that makes more than these queries or keys: its outputs consist of ``groups`` equal
-            parts, and in each part the ``length`` outputs from ``start`` are multiplied. ``length`` 0: all outputs.
+        groups: the number of equal parts of the outputs of a module that makes more than these queries or keys.
+        start: the first output that is multiplied, in each part.
+        length: the number of outputs that are multiplied, in each part. 0: all.
     """
 
     name: str

@@ -172,7 +172,7 @@ class AttentionCall:
         if torch.compiler.is_compiling():
             return []
         names = transforms_around()
-        # the primal is a view, unless no level of forward derivatives is open
+        # outside of forward derivatives, the primal is the tensor itself, else a view
         if forward_ad.unpack_dual(self.query).primal is self.query:
             return names
         more = () if self.sinks is self.attn_bias is None else tensors_of((self.sinks, self.attn_bias))

@@ -78,7 +78,7 @@ class TransformerModel(nn.Module):
             names[id(parameter)].append(name)
         return [shared for shared in names.values() if len(shared) > 1]
 
-    # private methods, because they are all that torch calls here when a module around this one is moved or loaded
+    # torch calls only these private methods when a module around this one is moved or loaded
 
     def _apply(self, *args: Any, **options: Any) -> Any:
         """Keep parameters tied if torch makes a new parameter for each name, as ``to_empty`` does."""

@@ -10,7 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import fully_shard
 
 from minitx.analysis import capture, intervene, knock_out_heads, logit_lens, patch_heads
-from minitx.analysis.recorder import Seen
+from minitx.analysis.recorder import CallRecords
 from minitx.nn import Block, FeedForward, MultiHeadAttention
 from minitx.nn.efficient import LinearAttention
 from tests.analysis.models import CHANGEABLE, IDS, Checkpointed, model_of, records_of, translation_of
@@ -120,7 +120,7 @@ def test_a_recomputed_block_that_ran_without_its_change_or_has_several_records_i
     ("heads", torch.zeros(7), {}, "must fit the shape"),
     ("heads", {"blocks.0.attention.core": [torch.zeros(2, 3, 4, 4)]}, {}, "record"),
     ("heads", {}, {}, "records have none"),
-    ("weights", Seen(["blocks.0.attention.core"], "scores"), {}, "what='weights' cannot be replaced by records of 'scores'"),
+    ("weights", CallRecords(["blocks.0.attention.core"], "scores"), {}, "what='weights' cannot be replaced by records of 'scores'"),
     ("heads", lambda heads: None, {}, "must return a tensor, got NoneType"),
     ("heads", 0.0, {"positions": [True, False]}, r"positions=\[True, False\] must be numbers from 0"),
     ("heads", 0.0, {"layers": []}, r"layers=\[\]"),
