@@ -121,8 +121,12 @@ def intervene(
             hooks.enter_context(model.get_submodule(around).register_forward_hook(Hook(backward.watch)))
         for name, module in modules.items():
             place = _Place(name, what, heads, positions, rows, before)
-            kind, replacement = (_ChangeToRecords, to[name]) if isinstance(to, Mapping) else (_ChangeToValue, to)
-            changes[name] = change = kind(place, backward, replacement)
+            change: _Change
+            if isinstance(to, Mapping):
+                change = _ChangeToRecords(place, backward, to[name])
+            else:
+                change = _ChangeToValue(place, backward, to)
+            changes[name] = change
             if what in OUTPUTS:
                 hooks.enter_context(module.register_forward_hook(Hook(change.leave)))
                 continue

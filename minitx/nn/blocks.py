@@ -168,6 +168,7 @@ class Block(nn.Module):
     """
 
     cross_attention: Any  # a module or None
+    cross_residual: Any
     feedforward_residual: Any
 
     def __init__(
