@@ -25,8 +25,9 @@ import transformers
 from syntax_heads import Sentence, agreement, syntax_scores
 
 from minitx.analysis import capture, head_scores, save_figure, take_snapshot
-from minitx.analysis.heads import Interval, hits_of_best_rule
+from minitx.analysis.heads import hits_of_best_rule
 from minitx.canvas import GREY, PALETTE, dodge, label, legend, panels
+from minitx.estimates import Interval
 from minitx.interop import adopt_hf
 
 CLARK = {"dobj →": 0.868, "dobj ←": None, "nsubj →": 0.585, "aux →": 0.811, "auxpass →": 0.825, "prt →": 0.991, "mark →": 0.507}

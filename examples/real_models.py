@@ -22,8 +22,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from minitx.analysis import capture, head_heatmap, intervene, logit_lens, save_figure, take_snapshot
-from minitx.analysis.heads import Interval
 from minitx.canvas import GREY, PALETTE, label, panels
+from minitx.estimates import Interval
 from minitx.interop import adopt_hf, release_hf
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from minitx.analysis import AttentionMap, Snapshot, take_snapshot
-from minitx.analysis.heads import MARGIN, MIN_SENTENCES, Interval, Measured, hits_of_best_rule, offset_rules
+from minitx.analysis.heads import MARGIN, Measured, hits_of_best_rule, offset_rules
+from minitx.estimates import MIN_VALUES, Interval
 from minitx.training.checkpoints import load_stored
 
 Encode = Callable[[str], Sequence[int]]
@@ -144,7 +145,7 @@ def syntax_scores(
     for name in plain[0] if plain else ():
         results, controls = [layers[name] for layers in plain], [layers[name] for layers in control]
         halves = [Counter(relation for result in results[half::2] for relation in result) for half in (0, 1)]
-        relations = [relation for relation in halves[0] if min(half[relation] for half in halves) >= MIN_SENTENCES]
+        relations = [relation for relation in halves[0] if min(half[relation] for half in halves) >= MIN_VALUES]
         by_relation = [_scores(relation, results, controls) for relation in relations]
         for head, choices in enumerate(zip(*by_relation, strict=True)):
             scores[name, head] = max(choices, key=lambda choice: choice[0])[1]

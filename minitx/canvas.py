@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
 
 DPI, FILE_DPI = 110, 200
 """Dots per inch of a PNG on a screen (``png``) and in a separate file (``save_figure``)."""
@@ -114,6 +115,23 @@ def step_axis(ax: Axes, last: int) -> None:
     ax.set_xticks(ticks, [str(t) for t in ticks])
     ax.set_xlim(-0.25, 1.2 * max(last, 1))  # room for the first and the last marker
     ax.minorticks_off()
+
+
+def weight_image(ax: Axes, weights: Any, **options: Any) -> AxesImage:
+    """Draw attention weights (rows, columns), from white to dark blue, on the scale of all figures."""
+    from matplotlib.colors import PowerNorm
+
+    ax.grid(False)
+    return ax.imshow(weights, cmap="Blues", norm=PowerNorm(0.5, 0.0, 1.0), aspect="auto", **options)
+
+
+def weight_bar(figure: Figure, axes: Any, image: AxesImage, name: str = "attention weight", **options: Any) -> None:
+    """Draw the colour bar of ``weight_image`` beside ``axes``."""
+    bar = figure.colorbar(image, ax=axes, aspect=16, **options)
+    bar.set_ticks([0.0, 0.01, 0.1, 0.25, 0.5, 1.0], labels=["0", ".01", ".1", ".25", ".5", "1"])
+    bar.ax.tick_params(labelsize=7.5, colors=INK)
+    bar.set_label(name, fontsize=8.5, color=INK)
+    bar.outline.set_visible(False)
 
 
 def png(figure: Figure, dpi: int = DPI) -> bytes:

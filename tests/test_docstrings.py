@@ -51,7 +51,7 @@ def test_every_public_name_says_what_it_is():
 
 PUBLIC = {f"{room.__name__}.{key}": getattr(room, key) for room in (nn, models, interop) for key in room.__all__}
 PUBLIC |= {f"{efficient.__name__}.{key}": thing for key, thing in members(efficient.__name__) if "." not in key}
-PUBLIC |= {f"backends.{thing.__name__}": thing for thing in (backends.Backend, backends.BackendReport, backends.attend)}
+PUBLIC |= {f"backends.{thing.__name__}": thing for thing in (backends.Backend, backends.BackendReport, backends.backend_for)}
 
 
 def arguments(thing: Any) -> list[str]:

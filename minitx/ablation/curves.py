@@ -17,7 +17,20 @@ from minitx.ablation.formatting import condition_text, sides, words
 from minitx.ablation.grid import Run, solved_step
 from minitx.ablation.intervals import Span
 from minitx.ablation.judge import Contrast, Findings, middle
-from minitx.canvas import GREY, INK, PALETTE, Entry, dodge, label, legend, log_ticks, panels, wrapped_panels
+from minitx.canvas import (
+    GREY,
+    INK,
+    PALETTE,
+    Entry,
+    dodge,
+    label,
+    legend,
+    log_ticks,
+    panels,
+    weight_bar,
+    weight_image,
+    wrapped_panels,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -239,12 +252,9 @@ def attention(maps: Sequence[tuple[str, Sequence[Any]]], keys: Sequence[int] = (
     figure, axes = panels(1, len(maps), width=3.2, height=1.6)
     for ax, (title, weights) in zip(axes[0], maps, strict=True):
         rows = np.asarray(weights, dtype=np.float64)[:, -1]
-        image = ax.imshow(rows, vmin=0, vmax=1, cmap="magma_r", interpolation="nearest", aspect="auto")
-        ax.plot(keys, range(len(keys)), "s", markersize=5, markerfacecolor="none", markeredgecolor=PALETTE[0][0])
-        ax.grid(False)
+        image = weight_image(ax, rows)
+        ax.plot(keys, range(len(keys)), "s", markersize=5, markerfacecolor="none", markeredgecolor=PALETTE[1][0])
         ax.set(yticks=range(len(rows)), xticks=range(0, rows.shape[1], 4))
         label(ax, title, "key (position in the row)", "example")
-    bar = figure.colorbar(image, ax=list(axes[0]), shrink=0.6, aspect=12)
-    bar.ax.tick_params(labelsize=7)
-    bar.set_label("weight of the last query", fontsize=8)
+    weight_bar(figure, list(axes[0]), image, "weight of the last query", shrink=0.9)
     return figure

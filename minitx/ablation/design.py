@@ -213,7 +213,7 @@ class ExpectedConfig(OverConfig):
         range: the smallest and the largest number expected; null: no bound on this side.
         over: first divide the ratio by the ratio of another comparison; null: do not divide.
         formula: first divide the ratio by the prediction of the law of the comparison.
-        share: compare the range with the share of W_Q and W_K in 1/η* of the first arm, in place of the ratio (see ``LawConfig.parts``).
+        share: the range is of the share of W_Q and W_K in 1/η* of the first arm, not of the ratio (see ``LawConfig.parts``).
         by: median: the median must be in the range; interval: the interval of the median must overlap the range.
     """
 

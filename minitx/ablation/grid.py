@@ -72,6 +72,7 @@ NEW_DATA = 1000
 _READS_RESULTS = (
     "check/",
     "canvas.py",
+    "estimates.py",
     *(f"ablation/{name}.py" for name in ("judge", "report", "rate_report", "curves", "formatting", "intervals")),
     "ablation/scaling/__init__.py",
     "analysis/viewer/",

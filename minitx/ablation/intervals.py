@@ -62,17 +62,3 @@ def median_interval(spans: Sequence[Span]) -> tuple[Span, float] | None:
     k = max(1, int(stats.binom.ppf((1 - CONFIDENCE) / 2, pairs, 0.5)))
     low, high = sorted(span.low for span in spans)[k - 1], sorted(span.high for span in spans)[-k]
     return Span(float(low), float(high)), 1 - 2 * float(stats.binom.cdf(k - 1, pairs, 0.5))
-
-
-def mean_interval(values: Sequence[float]) -> tuple[float, Span] | None:
-    """Return the mean and its 95 % interval from Student's t distribution, or None for fewer than two values.
-
-    >>> mean, interval = mean_interval([1.0, 2.0, 3.0])
-    >>> mean, round(interval.low, 3), round(interval.high, 3)
-    (2.0, -0.484, 4.484)
-    """
-    if len(values) < 2:
-        return None
-    mean = float(np.mean(values))
-    low, high = stats.t.interval(CONFIDENCE, len(values) - 1, loc=mean, scale=stats.sem(values))
-    return mean, Span(float(low), float(high))

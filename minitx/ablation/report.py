@@ -45,10 +45,11 @@ from minitx.ablation.formatting import (
     title,
     words,
 )
-from minitx.ablation.intervals import Span, mean_interval, median
+from minitx.ablation.intervals import Span, median
 from minitx.ablation.judge import RATIOS, Contrast, Findings, Parts, middle, slopes, verdicts
 from minitx.canvas import DPI, png, svg
 from minitx.config import ConfigError
+from minitx.estimates import Interval
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -318,13 +319,13 @@ def _slope_table(findings: Findings) -> Table:
             "study": title(grid, comparison.study),
             "arms": list_text([words(grid, arm) for arm in comparison.arms]),
             "setting": setting,
-            say("exponent over %(factor)s", factor=words(grid, law.factor)): number(mean_and_span[0]),
-            "95 % (Student's t)": span_text(mean_and_span[1]),
+            say("exponent over %(factor)s", factor=words(grid, law.factor)): number(exponent.mean),
+            "95 % (Student's t)": span_text(Span(exponent.low, exponent.high)),
             "of the law": number(law.power),
-            "seeds": str(len(values)),
+            "seeds": str(exponent.n),
         }
         for (comparison, setting), listed in _series(findings).items()
-        if (law := comparison.law) and (mean_and_span := mean_interval(values := slopes(listed))) is not None
+        if (law := comparison.law) and (exponent := Interval.of(slopes(listed))).n > 1
     ]
     return Table("Exponents of the ratios: the mean of the slopes of single seeds", rows)
 

@@ -1,6 +1,6 @@
 """Tools to record attention without changing the output, and to change it on purpose.
 
-A ``Look`` is one attention call. A recorder gets it and returns a record; ``watch`` runs a model and collects the records as ``Seen``.
+An ``ObservedCall`` is one attention call. A recorder gets it and returns a record; ``watch`` runs a model and collects the records as ``CallRecords``.
 The labels of a batch are ``Questions``, the output of the model is ``Answers``. A ``Snapshot`` has both, and an ``AttentionMap`` for each
 layer; the viewer, the head scores, the film and the figures draw snapshots.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,15 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from minitx.analysis.answers import AnswerRows, Questions, logits_of, read_answers
-from minitx.analysis.heads import NO_INTERVAL, Interval
 from minitx.analysis.interventions import Change, intervene
 from minitx.analysis.recorder import Layers, before_calls, capture, chosen_modules
 from minitx.analysis.snapshot import Snapshot
 from minitx.analysis.token_places import with_positions
+from minitx.estimates import Interval
 from minitx.nn.functional import AttentionCall
 from minitx.nn.modes import evaluating
 from minitx.nn.precision import full_precision, widest_float
 from minitx.nn.transfer import to_host
+
+NO_INTERVAL = Interval(math.nan, math.nan, math.nan, 0)
 
 COPIED_TOKENS = 512
 """The number of tokens that the model reads at once in ``answers_without_heads``, at least one batch."""

@@ -29,6 +29,8 @@ from minitx.canvas import (
     short_name,
     step_axis,
     token_labels,
+    weight_bar,
+    weight_image,
 )
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 
     from minitx.analysis.experiments import HeadEffects
 
-SEQUENTIAL, PALE = "Blues", "#C8C8C8"
+PALE = "#C8C8C8"
 HIDDEN: dict[str, Any] = {"facecolor": "#D9D9D9", "edgecolor": "#B0B0B0", "hatch": "/////", "linewidth": 0.0}
 PROBED = {
     "saturation_99": ("one key above 0.99", "share of rows"),
@@ -222,29 +224,22 @@ def masked_weights(layer: AttentionMap, head: int) -> Any:
 
 def draw_weights(ax: Axes, layer: AttentionMap, head: int, extent: tuple[float, float, float, float]) -> AxesImage:
     """Draw ``layer`` (a single row) into the rectangle (left, right, bottom, top). Hidden cells are transparent."""
-    from matplotlib.colors import PowerNorm
     from matplotlib.patches import Rectangle
 
     weights, visible = layer.weights[0, head].float(), layer.visible[0, head]
     if not weights.isfinite().all():
         raise ValueError(f"{layer.name} has weights that are not finite in head {head}; there is nothing to draw")
     left, right, bottom, top = extent
-    ax.grid(False)
     if not visible.all():
         ax.add_patch(Rectangle((left, top), right - left, bottom - top, zorder=-1, **HIDDEN))
-    return ax.imshow(masked_weights(layer, head), cmap=SEQUENTIAL, norm=PowerNorm(0.5, 0.0, 1.0), aspect="auto", extent=extent)
+    return weight_image(ax, masked_weights(layer, head), extent=extent)
 
 
 def _colour_bar(figure: Figure, ax: Axes, image: AxesImage, layers: Sequence[AttentionMap], hidden: str) -> None:
     """Draw the colour bar, and explain the hatched cells."""
     from matplotlib.patches import Patch
 
-    height = figure.get_figheight()
-    bar = figure.colorbar(image, ax=ax, shrink=min(1.0, 2.6 / height), anchor=(0.0, 1.0), pad=0.03, aspect=16)
-    bar.set_ticks([0.0, 0.01, 0.1, 0.25, 0.5, 1.0], labels=["0", ".01", ".1", ".25", ".5", "1"])
-    bar.ax.tick_params(labelsize=7.5, colors=INK)
-    bar.set_label("attention weight", fontsize=8.5, color=INK)
-    bar.outline.set_visible(False)
+    weight_bar(figure, ax, image, shrink=min(1.0, 2.6 / figure.get_figheight()), anchor=(0.0, 1.0), pad=0.03)
     if not all(bool(layer.visible.all()) for layer in layers):
         figure.legend(handles=[Patch(label=hidden, **HIDDEN)], loc="outside lower right", fontsize=8, frameon=False)
 

@@ -20,47 +20,16 @@ from torch import Tensor
 from minitx.analysis.recorder import layer_numbers
 from minitx.analysis.snapshot import AttentionMap, Snapshot
 from minitx.canvas import GREY, INK, PALETTE, label, legend, panels, short_name
+from minitx.estimates import Interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 THRESHOLD, MARGIN, BROAD = 0.5, 0.1, 0.9
-MIN_SENTENCES = 5
 DISTANCES = range(-8, 9)
 PATTERNS = ("previous", "duplicate", "induction", "offset", "global", "local")
 """The patterns, in the order that ``Head.label`` tries them: narrow patterns come first."""
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A mean over n sentences with Student's 95 % interval. Unknown numbers are NaN."""
-
-    mean: float
-    low: float
-    high: float
-    n: int
-
-    @classmethod
-    def of(cls, values: Tensor) -> Interval:
-        """Return x̄ ± t_{n−1} · s/√n of ``values`` (n,). NaN is left out. A single value has no interval.
-
-        >>> Interval.of(torch.tensor([1.0, 2.0, 3.0, torch.nan]))
-        Interval(mean=2.0, low=-0.4841..., high=4.4841..., n=3)
-        """
-        from scipy import stats
-
-        known = values[~values.isnan()].double()
-        n, mean = len(known), float(known.mean())
-        reach = float(stats.t.ppf(0.975, n - 1) * known.std() / math.sqrt(n)) if n > 1 else math.nan
-        return cls(mean, mean - reach, mean + reach, n)
-
-    def above(self, value: float) -> bool:
-        """Return whether the lower end is above ``value``. False for fewer than ``MIN_SENTENCES`` sentences."""
-        return self.n >= MIN_SENTENCES and self.low > value
-
-
-NO_INTERVAL = Interval(math.nan, math.nan, math.nan, 0)
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,17 @@ function of the old value, or a record of another run.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointFunction
 
 from minitx.analysis.recorder import (
     OUTPUTS,
@@ -36,6 +37,7 @@ from minitx.nn.blocks import is_recomputing
 from minitx.nn.functional import AttentionCall, attention_weights, scores_of
 
 Change = float | Tensor | Callable[[Tensor], Tensor] | Mapping[str, Sequence[Tensor]]
+RECOMPUTED = "activation checkpointing computes the layer again"
 CHANGEABLE = ("scores", "weights", "values", *OUTPUTS)
 
 
@@ -66,13 +68,12 @@ def intervene(
     ``intervene(model, "scores", lambda z: z / T)``. Patch from another run: ``intervene(model, "values", seen)`` with the
     result of ``capture(other, what="values")``. For ``scores`` and ``weights``, the changed layers use the backend ``math``;
     all others keep their kernel. Gradients flow through the changed computation. Contexts can be nested: each one sees the
-    changes of the contexts around it, and so does ``capture``. With activation checkpointing, the backward pass must also run inside
-    the context, because the recomputation outside of it would not have the change. Outside, it is an error.
+    changes of the contexts around it, and so does ``capture``. Activation checkpointing computes a layer again in the backward pass,
+    which must therefore also run inside the context. Outside, it is an error.
 
     Args:
         to: a number or a tensor to broadcast to the chosen part; a function of the chosen part; or the result of
-            ``capture``. The n-th call then uses the n-th record, and later calls the last record. A call that activation
-            checkpointing runs again gets the same record again.
+            ``capture``. The n-th call then uses the n-th record, and later calls the last record.
         layers: as in ``capture``. Default: all.
         heads: the query heads. Default: all. Not for ``feedforward`` and ``residual``.
         positions: the queries; for ``values`` the keys; for ``feedforward`` and ``residual`` the tokens. They are columns of the
@@ -83,8 +84,7 @@ def intervene(
     Raises:
         ValueError: an unknown ``what``, layer, head or position; a shape that does not fit; a core whose weights are not the
             softmax of its scores; a replacement of scores inside a context that replaces the weights. RuntimeError: a module is
-            compiled; activation checkpointing runs a call again that cannot be distinguished from another call; or, at the backward
-            pass, the context has ended although activation checkpointing has to run a changed call again.
+            compiled; or activation checkpointing computes a layer again without its change, or would need several records for it.
 
     Warns:
         UserWarning: no call reads a chosen position, because it is already in a cache; or, as in ``capture``, a chosen layer did not
@@ -115,11 +115,17 @@ def intervene(
 
     with warning_of_padding(model), rows_of_blocks(model) as rows, ExitStack() as hooks:
         hooks.enter_context(before_calls({} if positions is None else modules_with_caches(model), note))
-        reruns = hooks.enter_context(watch_reruns(model, modules))
-        changes = dict[str, _Change]()
+        backward, changes = _Backward(), dict[str, _Change]()
+        hooks.callback(setattr, backward, "is_after_context", True)
+        for around in {""} | {name[:end] for name in modules for end, letter in enumerate(name) if letter == "."}:
+            hooks.enter_context(model.get_submodule(around).register_forward_hook(Hook(backward.watch)))
         for name, module in modules.items():
             place = _Place(name, what, heads, positions, rows, before)
-            change = _ChangeToRecords(place, reruns, to[name]) if isinstance(to, Mapping) else _ChangeToValue(place, reruns, to)
+            change: _Change
+            if isinstance(to, Mapping):
+                change = _ChangeToRecords(place, backward, to[name])
+            else:
+                change = _ChangeToValue(place, backward, to)
             changes[name] = change
             if what in OUTPUTS:
                 hooks.enter_context(module.register_forward_hook(Hook(change.leave)))
@@ -187,11 +193,12 @@ class _Change:
     """The hooks that change one layer.
 
     Attributes:
-        has_changed: whether a call had a chosen position. has_passed: whether a call had none.
+        has_changed: whether a call had a chosen position.
+        has_passed: whether a call had none.
     """
 
     place: _Place
-    reruns: Reruns
+    backward: _Backward
     has_changed: bool = field(default=False, init=False)
     has_passed: bool = field(default=False, init=False)
 
@@ -228,7 +235,9 @@ class _Change:
             self.has_passed = True
             return tensor
         self.has_changed = True
-        self.reruns.note_changed()
+        if is_recomputing() and not self.backward.recomputes:
+            raise RuntimeError(f"{place.name}: {RECOMPUTED} with the change of intervene, but it ran before without it")
+        self.backward.recomputes |= _is_checkpointed()
         index = (*heads, positions)
         old = tensor[index]
         new = self.replacement(tensor, old, index, (*heads, positions + start), kept).to(tensor)
@@ -279,20 +288,22 @@ class _ChangeToRecords(_Change):
 
     Attributes:
         records: the records of the layer.
-        norms: the norm of the activation in each call.
         number: the number of the record of the running call.
     """
 
     records: Sequence[Tensor]
-    norms: list[Tensor] = field(default_factory=list, init=False)
-    number: int = field(default=0, init=False)
+    number: int = field(default=-1, init=False)
 
     def begin_call(self, tensor: Tensor, places: Tensor) -> None:
         """Find the record of the call. Its text may have another length if it contains the chosen ``places``."""
         name = self.place.name
         if not self.records:
             raise ValueError(f"{name}: nothing was recorded; run the model inside of capture first")
-        self.number = self.number_of(tensor.detach())
+        if is_recomputing() and len(self.records) > 1:
+            raise RuntimeError(
+                f"{name}: {RECOMPUTED}, and its {len(self.records)} records do not say which one replaces its {self.place.what}"
+            )
+        self.number = min(self.number + 1, len(self.records) - 1)
         record = self.records[self.number]
         widths = [(*values.shape[1:-2], values.shape[-1]) for values in (record, tensor)]
         counted = self.place.positions is not None and all(number >= 0 for number in self.place.numbers())
@@ -304,84 +315,36 @@ class _ChangeToRecords(_Change):
         record = self.records[self.number].to(tensor)
         return record[index if record.shape[-2] == tensor.shape[-2] else index_in_text]
 
-    def number_of(self, tensor: Tensor) -> int:
-        """Return the number of the record of this call. A recomputed call is recognised by the values of its ``tensor``."""
-        last = len(self.records) - 1
-        if not last:
-            return 0
-        norm = torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
-        if not is_recomputing():
-            self.norms.append(norm)
-            return min(len(self.norms) - 1, last)
-        candidates = {min(number, last) for number, other in enumerate(self.norms) if torch.equal(norm, other)}
-        if len(candidates) != 1:
-            raise RuntimeError(
-                f"{self.place.name}: activation checkpointing runs a layer again, and {len(candidates)} of its calls have the same "
-                f"{self.place.what}: the record that replaces them is not known"
-            )
-        return candidates.pop()
-
-
-# --- activation checkpointing runs changed calls again in the backward pass: the second run must have the change, too
-
 
 @dataclass
-class Reruns:
-    """Whether a backward pass after the context would run changed calls again, without the change.
+class _Backward:
+    """Refuses a backward pass after the context if activation checkpointing computes a changed call again in it."""
 
-    ``number`` counts the changed calls inside of activation checkpointing, and ``before`` has the count at the start of each module
-    around them.
-    """
+    recomputes: bool = False
+    is_after_context: bool = False
 
-    is_over: bool = False
-    number: int = 0
-    before: dict[str, int] = field(default_factory=dict)
-
-    def note_changed(self) -> None:
-        """Count a changed call. A call that runs again does not count."""
-        if not is_recomputing():
-            self.number += _is_checkpointed()
-
-    def enter(self, name: str, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Note the count before a module around changed calls."""
-        self.before[name] = self.number
-
-    def leave(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Watch the gradients of a module with changed calls."""
-        if self.number > self.before[name]:
+    def watch(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Watch the gradients of a module around changed calls."""
+        if self.recomputes:
             outputs = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else (output,)
             for tensor in outputs:
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     tensor.register_hook(self.check)
 
     def check(self, grad: Tensor) -> None:
-        """Raise an error if the context has ended."""
-        if self.is_over:
-            raise RuntimeError(
-                "the backward pass runs after the context of intervene, and activation checkpointing would run the model again without "
-                "the change: call backward() inside of `with intervene(...)`"
-            )
+        if self.is_after_context:
+            raise RuntimeError(f"{RECOMPUTED} without the change: call backward() inside of `with intervene(...)`")
 
 
 def _is_checkpointed() -> bool:
-    """Return whether a forward pass keeps no activations: it runs without gradients (reentrant), or there are hooks for saved tensors."""
-    try:
-        with disable_saved_tensors_hooks(""):  # raises if there are hooks
-            return not torch.is_grad_enabled()
-    except RuntimeError:
-        return True
-
-
-@contextmanager
-def watch_reruns(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[Reruns]:
-    """Watch the modules around ``modules``, whose calls are changed while the context is open."""
-    reruns = Reruns()
-    names = {""} | {name[:end] for name in modules for end, letter in enumerate(name) if letter == "."}
-    around = {name: model.get_submodule(name) for name in names}
-    with before_calls(around, reruns.enter), ExitStack() as hooks:
-        for name, module in around.items():
-            hooks.enter_context(module.register_forward_hook(Hook(partial(reruns.leave, name))))
+    """Whether a call runs inside of ``torch.utils.checkpoint``."""
+    if torch.is_grad_enabled():
         try:
-            yield reruns
-        finally:
-            reruns.is_over = True
+            with disable_saved_tensors_hooks(""):  # raises if there are hooks
+                return False
+        except RuntimeError:
+            return True
+    frame = inspect.currentframe()  # the reentrant form runs its function without gradients
+    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+        frame = frame.f_back
+    return frame is not None

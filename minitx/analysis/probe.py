@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from minitx.analysis.gradients import gradient_statistics, projections
 from minitx.analysis.questions import questions_of
-from minitx.analysis.recorder import Look, warn_of_calls, watch
+from minitx.analysis.recorder import ObservedCall, warn_of_calls, watch
 from minitx.analysis.snapshot import SOURCE, TARGET, write_snapshot
 from minitx.analysis.snapshot_sources import take_snapshot
 from minitx.analysis.statistics import (
@@ -110,7 +110,7 @@ class Probe(StepCallback):
         self.batch = rows.probe_batch(options.batch_size)
         self._first_favourites: dict[str, Tensor] | None = None
         self._gradients: dict[str, dict[str, Any]] = {}
-        self._before: dict[str, Look] = {}
+        self._before: dict[str, ObservedCall] = {}
         self._batch_there: Batch | None = None  # the batch on the device of the model
 
     def state_dict(self) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class Probe(StepCallback):
             self._write(trainer, module, step)
 
     def _write(self, trainer: L.Trainer, module: TrainingModule, step: int) -> None:
-        looks: dict[str, Look] = {}
+        looks: dict[str, ObservedCall] = {}
         hidden: dict[str, Tensor] = {}
 
         def loss(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -180,9 +180,9 @@ class Probe(StepCallback):
             self._keep_weights(module, step)
 
     @torch.no_grad()
-    def _look(self, module: TrainingModule) -> dict[str, Look]:
+    def _look(self, module: TrainingModule) -> dict[str, ObservedCall]:
         """Return the call of every core by name."""
-        looks: dict[str, Look] = {}
+        looks: dict[str, ObservedCall] = {}
         with evaluating(module.network), full_precision(module.device), _looking(module.network, looks, {}):
             module.net(self._on(module.device))
         return looks
@@ -233,7 +233,7 @@ class Probe(StepCallback):
 
 
 @contextmanager
-def _looking(network: nn.Module, looks: dict[str, Look], hidden: dict[str, Tensor]) -> Iterator[None]:
+def _looking(network: nn.Module, looks: dict[str, ObservedCall], hidden: dict[str, Tensor]) -> Iterator[None]:
     """At the end, ``looks`` has the first call of every core, and ``hidden`` the first output of every block, by name."""
 
     def leave(name: str, block: nn.Module, args: Any, out: Any) -> None:
@@ -248,7 +248,7 @@ def _looking(network: nn.Module, looks: dict[str, Look], hidden: dict[str, Tenso
     looks.update({name: records[0] for name, records in seen.items() if records})
 
 
-def _kept(look: Look) -> Look:
+def _kept(look: ObservedCall) -> ObservedCall:
     """Return a copy of the call outside of the graph. The bias is copied, because the next update may change its table in place."""
     call = look.call
     memory = {id(tensor): tensor.detach().clone() for tensor in tensors_of(call.attn_bias)}
@@ -256,14 +256,14 @@ def _kept(look: Look) -> Look:
     return replace(look, call=replace(call, **vectors, attn_bias=copy.deepcopy(call.attn_bias, memory)))
 
 
-def _sums_of(name: str, look: Look, hidden: Mapping[str, Tensor]) -> dict[str, Any]:
+def _sums_of(name: str, look: ObservedCall, hidden: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the sums of the call of a core, on the device. ``hidden`` are the outputs of blocks by name."""
     sums: dict[str, Any] = {"statistics": statistic_sums(look.call, look.real_queries)}
     block = next((tokens for block, tokens in hidden.items() if name.startswith(f"{block}.")), None)
     return sums if block is None else {**sums, "token_cosine": token_cosine_sums(block, look.real_queries)}
 
 
-def _statistics_of(sums: Mapping[str, Any], look: Look) -> dict[str, Any]:
+def _statistics_of(sums: Mapping[str, Any], look: ObservedCall) -> dict[str, Any]:
     """Return the statistics of the call of a core from its sums on the CPU."""
     layer: dict[str, Any] = statistics_of(sums["statistics"], look.call)
     if "token_cosine" in sums:

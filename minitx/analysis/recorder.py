@@ -33,13 +33,13 @@ WARNED_BYTES = 2**30
 
 
 @dataclass(frozen=True)
-class Look:
+class ObservedCall:
     """One attention call, the argument of a recorder.
 
     Attributes:
         call: the arguments of the core. Its tensors belong to the autograd graph, if there is one. A recorder runs without
             gradients.
-        kind: ``causal``, ``self`` or ``cross``, see ``Seen``.
+        kind: ``causal``, ``self`` or ``cross``, see ``CallRecords``.
         real_queries: bool (B, L), False for padded queries.
         heads: int (H',), the heads to record.
     """
@@ -50,25 +50,25 @@ class Look:
     heads: Tensor
 
 
-Recorder = Callable[[Look], Any]
+Recorder = Callable[[ObservedCall], Any]
 
 
-def _statistics(look: Look) -> dict[str, Tensor]:
+def _statistics(look: ObservedCall) -> dict[str, Tensor]:
     sums, heads = to_host((statistic_sums(look.call, look.real_queries), look.heads))
     values = statistics_of(sums, look.call)
     return {name: value[:, heads] if name == "favourite" else value[heads] for name, value in values.items()}
 
 
-def _attention_weights(look: Look) -> Tensor:
+def _attention_weights(look: ObservedCall) -> Tensor:
     return torch.cat([tile.weights[:, look.heads] for tile in over_tiles(look.call)], dim=2)
 
 
-def _scores(look: Look) -> Tensor:
+def _scores(look: ObservedCall) -> Tensor:
     tiles = over_tiles(look.call)
     return torch.cat([t.scores.masked_fill(~t.visible, -torch.inf)[:, look.heads] for t in tiles], dim=2)
 
 
-def _values(look: Look) -> Tensor:
+def _values(look: ObservedCall) -> Tensor:
     group = look.call.query.shape[1] // look.call.value.shape[1]
     return look.call.value[:, look.heads // group].clone()  # a cache writes into tensors that it returned
 
@@ -88,7 +88,7 @@ FEEDFORWARD = ("mlp", "feed_forward", "ffn", "DenseReluDense", "fc2", "ffn_outpu
 """The names of the feed-forward part, or of its last matrix, in the layers of transformers. Other names are not recognised."""
 
 
-class Seen(dict[str, list[Any]]):
+class CallRecords(dict[str, list[Any]]):
     """The records: for each attention core (such as ``blocks.0.attention.core``) a list with one entry per call.
 
     Attributes:
@@ -104,7 +104,7 @@ class Seen(dict[str, list[Any]]):
 
 def capture(
     model: nn.Module, *, layers: Layers = None, heads: Indices = None, what: str = "statistics"
-) -> AbstractContextManager[Seen]:
+) -> AbstractContextManager[CallRecords]:
     """Record every attention call of ``model`` while the context is open.
 
     It works for any module that contains our attention, and for a Hugging Face model after ``adopt_hf``. It supports every
@@ -133,7 +133,7 @@ def capture(
         what: one of the names above.
 
     Returns:
-        a context that gives ``Seen``, a dict from the module's name to a list with one entry per call.
+        a context that gives ``CallRecords``, a dict from the module's name to a list with one entry per call.
 
     Raises:
         ValueError: an unknown ``what``, layer or head, or a model without attention weights. Cores without weights (linear
@@ -160,21 +160,21 @@ def capture(
 
 
 @contextmanager
-def watch(model: nn.Module, recorder: Recorder, *, layers: Layers = None, heads: Indices = None) -> Iterator[Seen]:
-    """Like ``capture``, with your own recorder: a function that is called with a ``Look`` at each attention call."""
+def watch(model: nn.Module, recorder: Recorder, *, layers: Layers = None, heads: Indices = None) -> Iterator[CallRecords]:
+    """Like ``capture``, with your own recorder: a function that is called with an ``ObservedCall`` at each attention call."""
     cores = chosen_modules(model, "weights", layers)
     what = next((name for name, known in RECORDERS.items() if known is recorder), None)
     decoders = {name: module for name, module in model.named_modules() if _mask_of_queries(type(module))}  # type: ignore[arg-type]
-    watcher = _Watcher(Seen(list(cores), what), recorder, heads)
+    watcher = _Watcher(CallRecords(list(cores), what), recorder, heads)
     with warning_of_padding(model), before_calls(cores, watcher.enter_core), before_calls(decoders, watcher.enter_model):
         yield watcher.seen
     warn_of_silence(model, watcher.seen)
 
 
 @contextmanager
-def _watch_outputs(model: nn.Module, what: str, layers: Layers, heads: Indices) -> Iterator[Seen]:
+def _watch_outputs(model: nn.Module, what: str, layers: Layers, heads: Indices) -> Iterator[CallRecords]:
     modules = chosen_modules(model, what, layers, heads)
-    seen = Seen(list(modules), what)
+    seen = CallRecords(list(modules), what)
 
     def leave(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not is_recomputing():
@@ -465,7 +465,7 @@ def _is_causal(call: AttentionCall) -> bool:
 class _Watcher:
     """The hooks. The real queries of cross-attention come from the arguments of the decoder."""
 
-    def __init__(self, seen: Seen, recorder: Recorder, heads: Indices) -> None:
+    def __init__(self, seen: CallRecords, recorder: Recorder, heads: Indices) -> None:
         self.seen, self.recorder, self.heads = seen, recorder, heads
         self.decoder_key_mask: Tensor | None = None
         self.has_warned = False
@@ -481,7 +481,7 @@ class _Watcher:
         (call,) = args
         kind = "cross" if call.is_cross else "causal" if _is_causal(call) else "self"
         heads = places_of("heads", self.heads, call.query.shape[1], call.query.device)
-        look = Look(call, kind, self._real_queries(call, kind), heads)
+        look = ObservedCall(call, kind, self._real_queries(call, kind), heads)
         self._warn_of_memory(look)
         with full_precision(call.query.device):
             self.seen[name].append(self.recorder(look))
@@ -497,7 +497,7 @@ class _Watcher:
             return torch.ones(B, L, dtype=torch.bool, device=call.query.device)
         return mask[:, -L:].to(call.query.device) != 0  # with a cache, the last L positions
 
-    def _warn_of_memory(self, look: Look) -> None:
+    def _warn_of_memory(self, look: ObservedCall) -> None:
         if self.has_warned or self.recorder not in (_attention_weights, _scores):
             return
         B, _, L, S = look.call.shape

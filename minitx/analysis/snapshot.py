@@ -1,6 +1,6 @@
 """The attention of a model on one batch: the input of the viewer, the head scores and the figures.
 
-A ``Snapshot`` has an ``AttentionMap`` for each layer, the tokens, and the ``Answers`` of the model with their ``Tally``. ``take_snapshot``
+A ``Snapshot`` has an ``AttentionMap`` for each layer, the tokens, and the ``Answers`` of the model with their ``AnswerCounts``. ``take_snapshot``
 (``snapshot_sources.py``) takes one of a model. The probe of a run writes them to files (``write_snapshot``), and ``read_snapshots`` reads them.
 """
 
@@ -60,7 +60,7 @@ class AttentionMap:
 
 
 @dataclass(frozen=True)
-class Tally:
+class AnswerCounts:
     """Counts of right answers, and of heads that look at the right key, over all rows of a batch.
 
     Attributes:
@@ -78,7 +78,7 @@ class Tally:
     on_key: Mapping[str, Sequence[int]]
 
 
-def tally_of(maps: Sequence[AttentionMap], answers: Answers | None, row: int) -> Tally | None:
+def tally_of(maps: Sequence[AttentionMap], answers: Answers | None, row: int) -> AnswerCounts | None:
     """Return the counts over all rows of a snapshot that shows ``row``; None if no right answer is known."""
     if answers is None:
         return None
@@ -90,7 +90,7 @@ def tally_of(maps: Sequence[AttentionMap], answers: Answers | None, row: int) ->
         if keyed and layer.queries == layer.keys == answers.axis
     }
     right = sum(bool(answer.is_right) for _, answer in questions)
-    return Tally(row, len(answers.rows), len(questions), right, len(keyed), on_key) if questions else None
+    return AnswerCounts(row, len(answers.rows), len(questions), right, len(keyed), on_key) if questions else None
 
 
 def heads_on_key(layer: AttentionMap, row: int, answer: Answer) -> list[bool]:
@@ -131,7 +131,7 @@ class Snapshot:
     title: str = ""
     answers: Answers | None = None
     layers: tuple[str, ...] = ()
-    tally: Tally | None = None
+    tally: AnswerCounts | None = None
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{axis} {self.num_rows} x {len(rows[0])}" for axis, rows in self.tokens.items())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from minitx.analysis.answers import Answers, Questions, read_answers
-from minitx.analysis.recorder import Layers, Look, before_calls, chosen_modules, layers_of, warn_of_calls, watch
+from minitx.analysis.recorder import Layers, ObservedCall, before_calls, chosen_modules, layers_of, warn_of_calls, watch
 from minitx.analysis.snapshot import MASKS_OF, PIXELS, SOURCE, TARGET, AttentionMap, Snapshot
 from minitx.analysis.statistics import over_tiles
 from minitx.analysis.token_places import home_of, with_positions
@@ -208,7 +208,7 @@ def snapshot_of_weights(weights: Sequence[Any], tokens: Mapping[str, Sequence[Se
     return _assembled(maps, {}, {}, tokens or {})
 
 
-def _look(look: Look) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _look(look: ObservedCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """weights (B, H, L, S), visible (B, H, L, S), largest |z| of each row (B, H, L), real queries (B, L)."""
     parts = [
         (tile.weights, tile.visible.expand_as(tile.weights), tile.scores.abs().masked_fill(~tile.visible, 0.0).amax(-1))

@@ -296,8 +296,11 @@ def _of_rows(tile: Tile, inverse: Tensor, buffers: Buffers) -> dict[str, Tensor]
 
     Args:
         inverse: (B, H, S), 1 / ‖k‖.
-        buffers: memory with room for the scores. Each holds several values, one after the other: ``scores`` z (0 at hidden keys) and at
-            the end z - mean; ``shifted`` dot / ‖k‖, z (hidden keys far below all others), z - max z, p² and p³; ``weights`` p.
+        buffers: memory with room for the scores. The passes overwrite it:
+
+            * ``scores`` holds z with 0 at hidden keys, then z - mean.
+            * ``shifted`` holds dot / ‖k‖, then z with hidden keys far below all others, z - max z, p², and p³.
+            * ``weights`` holds p.
     """
     call, visible, dtype = tile.call, tile.visible, buffers.scores.dtype
     seen = visible.to(dtype)

@@ -1,4 +1,11 @@
-"""The positions of a call's tokens in their text, with padding on the left and with a cache."""
+"""Which position of its text does a token of a call have? Two things move it:
+
+* Padding on the left: a transformers model with a table of positions counts it as tokens, unless it gets ``position_ids``
+  (``models_that_count``, ``real_positions``). ``with_positions`` adds them, and ``PaddingWarner`` warns without them.
+* A cache: the call begins after the tokens that were read before (``modules_with_caches``, ``length_before``, ``innermost``).
+
+In a model of several parts, the text is that of the innermost transformers model (``home_of``).
+"""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def _lines() -> Iterator[str]:
 def _options(config: GenerateConfig, model: nn.Module, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the limits that ``generate`` and ``beam_search`` share."""
     from minitx.data.text_files import encoder_of_lines
-    from minitx.generation.decoding import eos_ids
+    from minitx.generation.reader import eos_ids
 
     stop = [id for id in (*eos_ids(model), tokenizer.mark_ids.get("eos")) if id is not None]
     if config.stop is not None:

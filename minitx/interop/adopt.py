@@ -7,6 +7,23 @@ while the fused kernel runs.
 
 Nothing depends on the name of a model. An attention module is a module whose ``forward`` calls a function of transformers'
 ``AttentionInterface``. The arguments of this call show the differences between models.
+
+A call of an adopted model, in order::
+
+    model(input_ids, attention_mask=...)
+      CallTracker.enter_model         hook: padding and output_attentions of this call; wraps checkpoint functions
+      mask_function                   called by transformers: the mask that it builds for sdpa
+      attention module of each layer
+        CallTracker.enter_attention   hook: whether the keys are another sequence's
+        attention_function            called by transformers: its arguments become an InterfaceCall
+          CallTracker.mask            the tensor becomes a Mask, one object for all layers
+          core(AttentionCall)         our kernel, under the hooks of capture and intervene
+      CallTracker.leave_model         hook: back to the call of the surrounding model
+    loss.backward()
+      CheckpointFunction              runs a checkpointed layer again within the call of its first run
+
+``adopted_core.py`` has the functions that transformers calls, ``call_tracker.py`` the hooks, ``trial.py`` the check of an adoption,
+and ``adopted_fold.py`` the fold of a scale.
 """
 
 from __future__ import annotations

@@ -1,4 +1,11 @@
-"""``fold_scale`` for adopted attention, whose projections are found by name, and tried: the model is called before and after."""
+"""``fold_scale`` for adopted attention, in three steps.
+
+1. Call the model, and keep the queries, keys and multiplier of each core (``_uses``).
+2. Find the projections or norms that make them, by name (``_found``).
+3. Multiply their weights, call the model again, and compare. If something differs, undo it (``_apply``).
+
+If a layer has no weights for its keys alone, step 3 is repeated with the whole factor in the queries.
+"""
 
 from __future__ import annotations
 

@@ -143,8 +143,8 @@ class ChatFormat:
     def _answer(self, messages: Sequence[Message], add_generation_prompt: bool, text: str, i: int) -> tuple[int, int]:
         """Return the place in ``text`` of message ``i``, by the assistant, up to the special token that ends it.
 
-        What ``text`` has more than the messages before it, or without a later message, is the answer. A template may write these
-        differently if others follow. The answer is then what differs if ``messages[i]`` is another message.
+        The answer begins where the text of the earlier messages ends, and ends where the text up to message ``i`` ends. A template may
+        write these messages differently if others follow. The answer is then the part that changes if ``messages[i]`` changes.
 
         Too much counts, without an error, if the template then writes an answer twice, writes something computed from it before it (its
         length), or ends only the last answer. Such a template needs ``{% generation %}``. A template that accepts only certain texts, or

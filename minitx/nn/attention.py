@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from minitx.nn.backends import attend, backend_names
+from minitx.nn.backends import backend_for, backend_names
 from minitx.nn.bias import Bias, as_bias
 from minitx.nn.cache import LayerCache, StateCache
-from minitx.nn.functional import AttentionCall, check_settings, require_tensor
+from minitx.nn.functional import AttentionCall, check_settings, require_tensor, with_weights
 from minitx.nn.masks import Causal, Mask, Padding, intersect, real_key_counts
 from minitx.nn.norms import QKNorm
 from minitx.nn.positions import Rotary, Rotation
 from minitx.nn.scale import ScoreScale
-
-TORCH_PARTS = {
-    **{f"in_proj_{kind}": [f"{name}_proj.{kind}" for name in "qkv"] for kind in ("weight", "bias")},
-    **{f"out_proj.{kind}": [f"out_proj.{kind}"] for kind in ("weight", "bias")},
-    **{f"{name}_proj_weight": [f"{name}_proj.weight"] for name in "qkv"},  # with kdim or vdim, instead of in_proj_weight
-}
-"""Each parameter of ``torch.nn.MultiheadAttention``, and the parameters of ``MultiHeadAttention`` that it concatenates."""
-
-STEPS = ("forward", "project", "merge")  # a subclass that overrides one of them computes something else
+from minitx.nn.torch_layer import as_torch_layer, check_torch_layer, copy_weights
 
 
 class DotProductAttention(nn.Module):
     """The core: scaled dot-product attention through a backend. It has no parameters.
 
-    A core is any module that maps an ``AttentionCall`` to (B, H, L, Dv), or to ``(output, weights)`` if the call needs weights.
-    Set the class attribute ``softmax_weights = True`` if the weights of the core are the softmax that the call describes:
-    ``minitx.analysis.recorder`` records such cores. Set it to False if they are not, and ``capture`` still finds the core outside
-    of ``MultiHeadAttention``. Set ``has_dot_products = True`` if the core uses query and key only in scale · q·k:
-    ``fold_scale`` needs this. If the core has a method ``refuse``, as ``EfficientAttention`` does, the constructor of
-    ``MultiHeadAttention`` calls it with the options that are used.
+    A core is any module that maps an ``AttentionCall`` to (B, H, L, Dv), or to ``(output, weights)`` if the call needs weights. A core
+    of your own has up to four optional parts:
+
+    * ``softmax_weights = True`` (class attribute): its weights are the softmax that the call describes, so
+      ``minitx.analysis.recorder`` records them. With False, ``capture`` records only its outputs, also outside of
+      ``MultiHeadAttention``.
+    * ``has_dot_products = True`` (class attribute): it uses query and key only in scale · q·k, so ``fold_scale`` may change them.
+    * ``refuse(**options)``: the constructor of ``MultiHeadAttention`` calls it with the options that are used, as in
+      ``EfficientAttention``.
+    * ``make_cache(capacity)``: makes its cache.
 
     Args:
         backend: ``auto``, ``math``, ``sdpa``, ``chunked``, ``flex`` or a registered name. Register your own backend
@@ -60,7 +55,8 @@ class DotProductAttention(nn.Module):
 
     def forward(self, call: AttentionCall) -> Tensor | tuple[Tensor, Tensor]:
         """Return the output (B, H, L, Dv) of a checked call, or ``(output, weights (B, H, L, S))``."""
-        return attend(call, self.backend, strict=self.strict)
+        output = backend_for(call, self.backend, strict=self.strict).run(call)
+        return with_weights(call, output) if call.need_weights else output
 
     def extra_repr(self) -> str:
         return f"backend={self.backend!r}"
@@ -316,77 +312,25 @@ class MultiHeadAttention(nn.Module):
             ValueError: ``add_bias_kv`` or ``add_zero_attn`` (they append a key to every sequence), or a layer that may compute
                 something else: a subclass with its own ``forward``, a pruned or parametrised layer, or a layer with hooks.
         """
-        if not isinstance(theirs, nn.MultiheadAttention):
-            raise TypeError(f"theirs must be a torch.nn.MultiheadAttention, got {type(theirs).__name__}")
-        if theirs.bias_k is not None or theirs.add_zero_attn:
-            option = "add_bias_kv" if theirs.bias_k is not None else "add_zero_attn"
-            raise ValueError(f"{option}=True appends a key to every sequence, and MultiHeadAttention has no such option")
-        if (fault := not_plain(theirs, nn.MultiheadAttention, TORCH_PARTS)) is not None:
-            raise ValueError(f"theirs must be a plain torch.nn.MultiheadAttention: {fault}")
-        has_bias = theirs.in_proj_bias is not None
-        core = DotProductAttention(backend=backend)
-        sizes = {"kdim": theirs.kdim, "vdim": theirs.vdim, "bias": has_bias, "dropout": theirs.dropout, "core": core}
-        ours = cls(theirs.embed_dim, theirs.num_heads, **sizes).to(theirs.out_proj.weight).train(theirs.training)
-        for name, whole in theirs.named_parameters(remove_duplicate=False):  # q_proj_weight may also be k_proj_weight
-            parts = [ours.get_parameter(part) for part in TORCH_PARTS[name]]
-            for part, copied in zip(parts, whole.detach().chunk(len(parts)), strict=True):
-                part.data.copy_(copied)
-                part.requires_grad_(whole.requires_grad)  # a frozen layer stays frozen
+        check_torch_layer(theirs)
+        options = {"kdim": theirs.kdim, "vdim": theirs.vdim, "bias": theirs.in_proj_bias is not None, "dropout": theirs.dropout}
+        ours = cls(theirs.embed_dim, theirs.num_heads, **options, core=DotProductAttention(backend=backend))
+        ours = ours.to(theirs.out_proj.weight).train(theirs.training)
+        copy_weights(theirs, ours)
         return ours
 
-    @torch.no_grad()
     def to_torch(self, *, batch_first: bool = True) -> nn.MultiheadAttention:
         """Return a ``torch.nn.MultiheadAttention`` with copies of these weights, frozen where these are. See ``from_torch``.
 
         Args:
-            batch_first: the option of torch's layer. ``DropInAttention.to_torch`` passes the option of the layer that it replaced.
+            batch_first: the option of torch's layer.
 
         Raises:
-            ValueError: an option that torch's layer does not have (the message names it); a subclass with its own steps; a projection whose result may depend on
-                more than its weight and bias (LoRA, pruned, parametrised, with hooks); or query, key and value projections when
-                only some are frozen, because torch joins them in one parameter.
+            ValueError: an option that torch's layer does not have (the message names it); a subclass with its own steps; a projection
+                whose result may depend on more than its weight and bias (LoRA, pruned, parametrised, with hooks); or query, key and
+                value projections when only some are frozen, because torch joins them in one parameter.
         """
-        E, H = self.embed_dim, self.num_heads
-        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            if (fault := not_plain(getattr(self, name), nn.Linear, ("weight", "bias"))) is not None:
-                raise ValueError(f"{name} must be a plain Linear layer: {fault}")
-        lacking = {
-            f"num_kv_heads={self.num_kv_heads}": self.num_kv_heads != H,
-            f"head_dim={self.head_dim}": self.head_dim * H != E,
-            f"scale={self.scale.scale} times {self.scale.factor}": self.scale.multiplier != self.head_dim**-0.5,
-            f"out_bias={self.out_proj.bias is not None}": (self.out_proj.bias is None) != (self.q_proj.bias is None),
-            **{name: getattr(self, name) is not None for name in ("qk_norm", "rotary", "sinks", "softcap")},
-            type(self.core).__name__: not isinstance(self.core, DotProductAttention),
-        }
-        if names := ", ".join(name for name, is_set in lacking.items() if is_set):
-            raise ValueError(f"torch.nn.MultiheadAttention has no {names}")
-        if fault := not_plain(self, MultiHeadAttention, [part for parts in TORCH_PARTS.values() for part in parts]):
-            raise ValueError(f"this must be a plain MultiHeadAttention: {fault}")
-        sizes = {"kdim": self.k_proj.in_features, "vdim": self.v_proj.in_features, "bias": self.q_proj.bias is not None}
-        theirs = nn.MultiheadAttention(E, H, dropout=self.dropout, batch_first=batch_first, **sizes)
-        theirs = theirs.to(self.q_proj.weight).train(self.training)
-        for name, whole in theirs.named_parameters():
-            parts: list[Tensor] = [self.get_parameter(part) for part in TORCH_PARTS[name]]
-            if len({part.requires_grad for part in parts}) > 1:
-                raise ValueError(
-                    "only some of q_proj, k_proj and v_proj are frozen, but torch.nn.MultiheadAttention joins them in one "
-                    "parameter: freeze all of them or none"
-                )
-            whole.copy_(torch.cat(parts)).requires_grad_(parts[0].requires_grad)
-        return theirs
+        return as_torch_layer(self, MultiHeadAttention, DotProductAttention, batch_first)
 
     def extra_repr(self) -> str:
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
-
-
-def not_plain(module: nn.Module, kind: type[nn.Module], parameters: Collection[str]) -> str | None:
-    """Return why ``module`` may compute something other than a ``kind`` with these parameters, or None."""
-    name = f"{type(module).__module__}.{type(module).__name__}"
-    others = sorted({parameter for parameter, _ in module.named_parameters()} - set(parameters))
-    own = [step for step in STEPS if getattr(type(module), step, None) is not getattr(kind, step, None) or step in vars(module)]
-    if not isinstance(module, kind) or own:
-        return f"{name} has its own {(own or STEPS)[0]}"
-    if others:
-        return f"{name} has other parameters, {', '.join(others)}"
-    # torch has no public list of a module's hooks
-    return f"{name} has a hook" if module._forward_hooks or module._forward_pre_hooks else None

@@ -80,12 +80,13 @@ class Residual(nn.Module):
     * ``sandwich``: x + norm'(f(norm(x))) (Ding et al. 2021, arXiv:2105.13290); ``deepnorm``: norm(α x + f(x)), α =
       ``residual_scale`` (Wang et al. 2022, arXiv:2203.00555)
 
-    Dropout is applied to the sublayer's output, then ``branch`` if there is one, then the sum. A ``Block`` calls ``norm``
-    and ``add`` instead of ``forward``: a subclass changes ``add``, and a hook belongs on the norm.
+    Dropout is applied to the sublayer's output, then ``branch`` if there is one, then the sum.
 
     Args:
-        norm: a function that builds one norm. norm_position: one of the four.
-        dropout: the dropout probability on the sublayer's output, in training only. residual_scale: α.
+        norm: a function that builds one norm.
+        norm_position: one of the four.
+        dropout: the dropout probability on the sublayer's output, in training only.
+        residual_scale: α.
         branch: a function that builds a module for the output after dropout: ``LayerScale``, ``StochasticDepth``, or both.
 
     >>> Residual(norm=lambda: nn.LayerNorm(3))(torch.ones(1, 2, 3), lambda x: x).tolist()[0]  # ones have no deviation
@@ -123,13 +124,19 @@ class Residual(nn.Module):
             out = self.dropout(out)
         return out if self.branch is None else self.branch(out)
 
-    def add(self, x: Tensor, out: Tensor) -> Tensor:
-        """Return the residual stream after a sublayer with the output ``out``."""
+    def forward(self, x: Tensor, sublayer: Callable[[Tensor], Any], *, may_return_weights: bool = False) -> Tensor:
+        """Return the residual stream after ``sublayer``.
+
+        Args:
+            x: (B, L, E).
+            sublayer: a function (B, L, E) -> (B, L, E).
+            may_return_weights: the sublayer may also return a tuple with its output first, as attention does.
+        """
+        out = sublayer(self.norm(x) if self.norm_first else x)
+        if may_return_weights and isinstance(out, tuple):
+            out = out[0]
         out = self.finish(out)  # first, because the order decides the last bits of gradients
         return x + out if self.norm_first else self.norm(x * self.residual_scale + out)
-
-    def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        return self.add(x, sublayer(self.norm(x) if self.norm_first else x))
 
 
 class Block(nn.Module):
@@ -161,6 +168,7 @@ class Block(nn.Module):
     """
 
     cross_attention: Any  # a module or None
+    cross_residual: Any
     feedforward_residual: Any
 
     def __init__(
@@ -219,22 +227,16 @@ class Block(nn.Module):
             attn_mask = intersect(Causal(), attn_mask)
         options = _without_none(attn_mask=attn_mask, position_ids=position_ids, attn_bias=attn_bias, cache=cache)
         cross = {} if memory is None else _without_none(key=memory, attn_mask=as_mask(memory_mask, "memory_mask"), cache=cache)
-        sublayers: tuple[tuple[Any, Any, dict[str, Any]], ...] = (
-            (self.attention_residual, self.attention, options),
-            (self.cross_residual, self.cross_attention, cross),
-            (self.feedforward_residual, self.feedforward, {}),
-        )
-        for residual, sublayer, arguments in sublayers:  # the steps of Residual.forward, with fewer stack frames
-            if residual is None:
-                continue
-            h = residual.norm(x) if residual.norm_first else x
-            out = sublayer(h, **arguments)
-            if isinstance(out, tuple) and sublayer is not self.feedforward:
-                out = out[0]  # an attention may also return its weights
-            if self.parallel and residual is self.attention_residual:
-                out = out + self.feedforward(h)
-            x = residual.add(x, out)
-        return x
+        first = self._attention_and_feedforward if self.parallel else self.attention
+        x = self.attention_residual(x, partial(first, **options), may_return_weights=True)
+        if self.cross_attention is not None:
+            x = self.cross_residual(x, partial(self.cross_attention, **cross), may_return_weights=True)
+        return x if self.parallel else self.feedforward_residual(x, self.feedforward)
+
+    def _attention_and_feedforward(self, x: Tensor, **options: Any) -> Tensor:
+        """The sum of the two sublayers of a parallel block."""
+        out = self.attention(x, **options)
+        return (out[0] if isinstance(out, tuple) else out) + self.feedforward(x)
 
 
 def _without_none(**options: Any) -> dict[str, Any]:

@@ -22,8 +22,9 @@ SHOWN = 3
 def changes_of(model: nn.Module) -> list[str]:
     """Return the parts and settings of ``model`` that differ from what its config builds, outermost parts only.
 
-    One of our models is compared with what ``model.config`` builds. Another model is compared with its attribute
-    ``stored_structure``, the ``structure_of`` the model when it was built; without this attribute, [] is returned. Hooks are ignored.
+    One of our models is compared with what ``model.config`` builds. Any other model is compared with its attribute
+    ``stored_structure``, which has the result of ``structure_of`` from the time when the model was built. Without this attribute, [] is
+    returned. Hooks are ignored.
 
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import DecoderLM
@@ -34,16 +35,15 @@ def changes_of(model: nn.Module) -> list[str]:
     >>> changes_of(model)
     ['blocks.1.attention.softcap is 2.0, not None']
     """
-    if not isinstance(model, TransformerModel):
-        if isinstance(getattr(model, "config", None), TransformerConfig):
-            return [f"{type(model).__name__} is not a model of minitx.nn"]
-        expected = getattr(model, "stored_structure", None)
-        return _outermost(_faults(structure_of(model), expected)) if isinstance(expected, Mapping) else []
-    with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        built = build_model(model.config)
     parts = structure_of(model)
-    faults = _faults({**_settings(model), **parts}, {**_settings(built), **structure_of(built)}, parts)
-    return _outermost({name: text for name, text in faults.items() if name.rpartition(".")[2] not in TRAINING_ONLY})
+    if isinstance(model, TransformerModel):
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            built = build_model(model.config)
+        return _differences({**_settings(model), **parts}, {**_settings(built), **structure_of(built)}, parts)
+    if isinstance(getattr(model, "config", None), TransformerConfig):
+        return [f"{type(model).__name__} is not a model of minitx.nn"]
+    expected = getattr(model, "stored_structure", None)
+    return _differences(parts, expected, parts) if isinstance(expected, Mapping) else []
 
 
 def hooked_modules(model: nn.Module) -> list[str]:
@@ -95,14 +95,12 @@ def _settings(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _faults(actual: Mapping[str, Any], expected: Mapping[str, Any], parts: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Return sentences by name. Only an additional entry of ``parts`` counts (default: of ``actual``)."""
-    pairs = {
-        name: (actual.get(name, "missing"), expected.get(name, "a part of the config"))
-        for name in {**expected, **(parts or actual)}
-    }
-    return {name: f"{name} is {ours}, not {theirs}" for name, (ours, theirs) in sorted(pairs.items()) if ours != theirs}
-
-
-def _outermost(faults: Mapping[str, str]) -> list[str]:
-    return [text for name, text in faults.items() if not any(name.startswith(f"{other}.") for other in faults)]
+def _differences(actual: Mapping[str, Any], expected: Mapping[str, Any], parts: Mapping[str, Any]) -> list[str]:
+    """Sentences about the outermost entries that differ. An additional entry of ``actual`` counts only if it is one of ``parts``."""
+    differing: dict[str, str] = {}
+    for name in sorted({*expected, *parts}):
+        ours, theirs = actual.get(name, "missing"), expected.get(name, "a part of the config")
+        is_inside = any(name.startswith(f"{outer}.") for outer in differing)
+        if ours != theirs and not is_inside and name.rpartition(".")[2] not in TRAINING_ONLY:
+            differing[name] = f"{name} is {ours}, not {theirs}"
+    return [*differing.values()]

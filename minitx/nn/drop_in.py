@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minitx.nn.attention import TORCH_PARTS, MultiHeadAttention
+from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.functional import require_tensor
 from minitx.nn.masks import Causal, Dense, Mask, Padding, hides_later, intersect
 from minitx.nn.rules import MASKS_PAGE
+from minitx.nn.torch_layer import TORCH_PARTS
 from minitx.nn.tracing import can_look
 
 READS = ("device", "dim", "dtype", "is_meta", "ndim", "numel", "shape", "size")
@@ -27,7 +28,7 @@ class JoinedProjections:
     It isn't a tensor: torch's fused path refuses any object with a ``__torch_function__``.
     """
 
-    __slots__ = ("parts",)  # requires_grad = False is an error
+    __slots__ = ("parts",)  # setting any other attribute, such as requires_grad, is an error
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
         self.parts = parts

@@ -18,10 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitx.nn.backends import attend
 from minitx.nn.cache import StateCache
 from minitx.nn.core_bases import EfficientAttention
-from minitx.nn.functional import AttentionCall, hide_unseen, make_call, reference_attention
+from minitx.nn.functional import AttentionCall, hide_unseen, make_call, reference_attention, with_weights
 from minitx.nn.masks import Mask, simplify
 from minitx.nn.modes import evaluating
 from minitx.nn.precision import full_precision, widest_float
@@ -123,7 +122,9 @@ class AdditiveAttention(nn.Module):
             if call.softcap is not None:
                 scores = call.softcap * torch.tanh(scores / call.softcap)
             scores = scores if attn_bias is None else scores + attn_bias.to(dtype)
-        return attend(replace(call, scores=scores))
+        call = replace(call, scores=scores)
+        output = reference_attention(call)
+        return with_weights(call, output) if call.need_weights else output
 
 
 def _in_wide_dtype(layer: nn.Module, x: Tensor) -> Tensor:

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minitx.config.schema import Finite, read
 from minitx.config.transformer import TransformerConfig
-from minitx.nn.attention import not_plain
 from minitx.nn.core_bases import OtherScale
-from minitx.nn.scale import ScoreScale
+from minitx.nn.scale import ScoreScale, check_factor
+from minitx.nn.torch_layer import not_plain
 
 REFUSED = "cannot fold the scale: "
 
@@ -33,8 +32,9 @@ class Fold:
         parameters: the names of its parameters.
         ratio: the factor.
         shift: 1 for a norm that multiplies by 1 + weight, else 0.
-        groups, start, length: for a module that makes more than these queries or keys: its outputs consist of ``groups`` equal
-            parts, and in each part the ``length`` outputs from ``start`` are multiplied. ``length`` 0: all outputs.
+        groups: the number of equal parts of the outputs of a module that makes more than these queries or keys.
+        start: the first output that is multiplied, in each part.
+        length: the number of outputs that are multiplied, in each part. 0: all.
     """
 
     name: str
@@ -112,7 +112,7 @@ def fold_scale(
     if not ours and not others:
         raise ValueError(f"{type(model).__name__} contains no attention layer with a scale")
     if others:
-        read(Finite, factor, "factor")
+        check_factor(factor)
         next(iter(others.values())).core.fold(model, others, to, factor, inputs)
         _update_configs(model, to, factor)
         return model
@@ -196,7 +196,7 @@ def set_scale(model: nn.Module, to: str | float, *, factor: float = 1.0) -> nn.M
     >>> set_scale(MultiHeadAttention(12, 3), "unscaled").scale
     ScoreScale('unscaled', head_dim=4)
     """
-    read(Finite, factor, "factor")  # adopted attention has no ``ScoreScale``
+    check_factor(factor)  # adopted attention has no ``ScoreScale``
     layers = _our_layers(model)
     others = _other_layers(model)
     if not layers and not others:

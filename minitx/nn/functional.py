@@ -172,7 +172,7 @@ class AttentionCall:
         if torch.compiler.is_compiling():
             return []
         names = transforms_around()
-        # the primal is a view, unless no level of forward derivatives is open
+        # outside of forward derivatives, the primal is the tensor itself, else a view
         if forward_ad.unpack_dual(self.query).primal is self.query:
             return names
         more = () if self.sinks is self.attn_bias is None else tensors_of((self.sinks, self.attn_bias))
@@ -332,3 +332,8 @@ def reference_attention(call: AttentionCall) -> Tensor:
         value = hide_unseen(call.value, visible).to(weights.dtype).unsqueeze(2)  # (B, Hkv, 1, S, Dv)
         output = weights.reshape(B, Hkv, H // Hkv, L, S) @ value
     return output.reshape(B, H, L, Dv).to(call.value.dtype)
+
+
+def with_weights(call: AttentionCall, output: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``(output, weights)``: a kernel's output, and the weights before dropout, computed beside it, in the query's dtype."""
+    return output, attention_weights(call).to(call.query.dtype)

@@ -334,8 +334,9 @@ class BlockSparse(Mask):
     Child et al. 2019, "Sparse Transformers", arXiv:1904.10509. The ``chunked`` backend skips hidden tiles.
 
     Args:
-        pattern: bool (S / b, S / b), or (H, S / b, S / b) for one pattern per head. True = may attend. A query's row in the
-            pattern follows from its position, so a pattern also works with a cache.
+        pattern: bool (n, n) with n · b >= S, or (H, n, n) for one pattern per head. True = may attend. A query's row in the
+            pattern follows from its position, so one pattern for the whole sequence also works with a growing cache, as long
+            as the cache keeps all keys.
         block_size: b, the number of positions in a block.
 
     Raises:
@@ -380,12 +381,12 @@ class BlockSparse(Mask):
         return self.block_size
 
     def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
-        num_blocks = -(-num_keys // self.block_size)
         got = tuple(self.pattern.shape)
-        if got[-1] != num_blocks or got[:-2] not in ((), (num_heads,)) or num_queries > num_keys:
+        if got[-1] * self.block_size < num_keys or got[:-2] not in ((), (num_heads,)) or num_queries > num_keys:
+            n = -(-num_keys // self.block_size)
             raise ValueError(
-                f"pattern must have shape ({num_blocks}, {num_blocks}) or ({num_heads}, {num_blocks}, {num_blocks}) for {num_keys} keys in blocks of "
-                f"{self.block_size}, with L <= S; got {got} and L = {num_queries}"
+                f"pattern must have shape (n, n) or ({num_heads}, n, n) with n >= {n} for {num_keys} keys in blocks of "
+                f"{self.block_size}, and L <= S; got {got} and L = {num_queries}"
             )
 
     def size(self) -> tuple[int, int]:

@@ -78,7 +78,7 @@ class TransformerModel(nn.Module):
             names[id(parameter)].append(name)
         return [shared for shared in names.values() if len(shared) > 1]
 
-    # private methods, because they are all that torch calls here when a module around this one is moved or loaded
+    # torch calls only these private methods when a module around this one is moved or loaded
 
     def _apply(self, *args: Any, **options: Any) -> Any:
         """Keep parameters tied if torch makes a new parameter for each name, as ``to_empty`` does."""
@@ -457,9 +457,8 @@ class EncoderDecoder(TransformerModel):
             decoder_key_mask: bool (B, L), True = real token of the target.
             memory: (B, S, E), the result of ``encode``. With it, the source is not encoded again at each decoding step.
             mask: a mask of the decoder's self-attention, intersected with the causal one, as in ``DecoderLM``.
-            cache: the decoder's cache, as in ``DecoderLM``. It also keeps the keys and values of the memory, so another source needs
-                another cache. On a CPU, a source with a vector that differs by more than a tenth is refused; elsewhere, only one of
-                another shape.
+            cache: the decoder's cache, as in ``DecoderLM``. It also keeps the keys and values of ``memory`` for the next call with the same
+                tensor. Another source needs another cache, because the earlier tokens have read this one.
             return_hidden: return the input of ``self.head`` (B, L, E) instead of logits, with the factor of ``scale_logits``.
 
         Returns:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from minitx.config.scale_words import check_scale, evaluate_factor
-from minitx.config.schema import Finite, read
+from minitx.nn.functional import require_number
 
 
 def scale_multiplier(scale: str | float, head_dim: int) -> float:
@@ -33,6 +33,13 @@ def scale_multiplier(scale: str | float, head_dim: int) -> float:
     if scale not in ("inv_sqrt", "unscaled", "inv"):
         raise ValueError(f"scale={scale} has no fixed multiplier; use ScoreScale")
     return {"inv_sqrt": head_dim**-0.5, "unscaled": 1.0, "inv": 1.0 / head_dim}[scale]
+
+
+def check_factor(factor: float) -> None:
+    """Raise a TypeError unless ``factor`` is a number, and a ValueError unless it is finite."""
+    require_number("factor", factor)
+    if not math.isfinite(factor):
+        raise ValueError(f"factor={factor} must be finite")
 
 
 class ScoreScale(nn.Module):
@@ -75,7 +82,8 @@ class ScoreScale(nn.Module):
     ) -> None:
         super().__init__()
         self.scale, self.head_dim, self.num_heads, self.max_len = scale, head_dim, num_heads, max_len
-        self.factor: float = read(Finite, factor, "factor")
+        check_factor(factor)
+        self.factor = float(factor)
         self._fixed = None if scale in ("learned", "log_length") else scale_multiplier(scale, head_dim)
         if scale == "learned":
             if num_heads is None:

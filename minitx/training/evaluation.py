@@ -29,7 +29,7 @@ from minitx.data.tables import share_of
 from minitx.data.task import Batch, Task, select_rows
 from minitx.data.task_loading import task_of_loaders
 from minitx.generation import beam_search, generate
-from minitx.generation.decoding import longest_of
+from minitx.generation.reader import longest_of
 from minitx.nn.modes import evaluating
 from minitx.training.input_dtype import in_own_dtype
 from minitx.training.net import Net

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minitx.ablation.intervals import Span, mean_interval, median, median_interval
+from minitx.ablation.intervals import Span, median, median_interval
 
 TRIALS = 1000
 CAP = 90.0
@@ -65,10 +65,3 @@ def test_the_median_of_ratios_is_geometric_and_that_of_differences_is_not():
 ])  # fmt: skip
 def test_a_ratio_of_ranges_is_as_wide_as_what_is_known(treatment, reference, wanted):
     assert treatment.over(reference) == wanted
-
-
-def test_the_interval_of_a_mean_covers_it():
-    rng = np.random.default_rng(3)
-    found = [mean_interval(rng.normal(1.0, 2.0, size=6))[1] for _ in range(TRIALS)]
-    assert 0.93 <= np.mean([span.low <= 1.0 <= span.high for span in found]) <= 0.97
-    assert mean_interval([1.0]) is None

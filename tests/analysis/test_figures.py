@@ -10,6 +10,7 @@ import torch
 from pages import random_snapshot
 
 from minitx import canvas
+from minitx.ablation import curves
 from minitx.analysis import (
     head_heatmap,
     head_scores,
@@ -21,7 +22,7 @@ from minitx.analysis import (
     take_snapshot,
     to_bertviz,
 )
-from minitx.analysis.figures import PROBED, SEQUENTIAL
+from minitx.analysis.figures import PROBED
 from minitx.canvas import legend, panels, png, svg
 from tests.analysis.models import model_of, translation_of
 
@@ -89,9 +90,10 @@ def test_equal_colours_are_equal_weights_in_every_figure_and_the_legend_says_wha
     cross = replace(translation, maps=translation.maps[1:2])
     figures = [heatmap_grid(snapshot), head_heatmap(snapshot, 0, 0), heatmap_grid(cross), head_heatmap(cross, 0, 0)]
     figures += [heatmap(one.maps[0].weights[0, 0]) for one in (snapshot, cross)]
+    figures.append(curves.attention([("a head of the lab", torch.rand(2, 3, 5).softmax(-1))], keys=[1, 4]))
     images = [image for figure in figures for image in figure.axes[0].images]
-    assert {(im.get_cmap().name, im.norm.vmin, im.norm.vmax, im.norm.gamma) for im in images} == {(SEQUENTIAL, 0.0, 1.0, 0.5)}
-    assert [bool(figure.legends) for figure in figures] == [True, True, False, False, True, False]
+    assert {(im.get_cmap().name, im.norm.vmin, im.norm.vmax, im.norm.gamma) for im in images} == {("Blues", 0.0, 1.0, 0.5)}
+    assert [bool(figure.legends) for figure in figures] == [True, True, False, False, True, False, False]
 
 
 @pytest.mark.filterwarnings("ignore:matplotlib has no font")  # of the machine

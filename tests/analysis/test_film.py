@@ -15,7 +15,7 @@ from PIL import Image, ImageSequence
 
 from minitx.analysis.answers import Answer
 from minitx.analysis.film import BAD, GOOD, _measures, _Pane, write_film
-from minitx.analysis.snapshot import Tally
+from minitx.analysis.snapshot import AnswerCounts
 from minitx.analysis.viewer import Trace
 from minitx.canvas import PALETTE, drawable
 
@@ -113,7 +113,7 @@ def test_what_no_film_can_be_made_of_is_refused_and_writes_nothing(tmp_path):
 def counted(snapshot, right, on_key):
     """The snapshot as a row of a batch of 8, with answers right and the key found on so many of them."""
     name, H = snapshot.maps[0].name, snapshot.maps[0].weights.shape[1]
-    return replace(snapshot, tally=Tally(2, 8, asked=8, right=right, keyed=8, on_key={name: [0] * (H - 1) + [on_key]}))
+    return replace(snapshot, tally=AnswerCounts(2, 8, asked=8, right=right, keyed=8, on_key={name: [0] * (H - 1) + [on_key]}))
 
 
 def test_curves_count_all_rows_where_a_batch_was_recorded():

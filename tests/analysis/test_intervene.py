@@ -10,7 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import fully_shard
 
 from minitx.analysis import capture, intervene, knock_out_heads, logit_lens, patch_heads
-from minitx.analysis.recorder import Seen
+from minitx.analysis.recorder import CallRecords
 from minitx.nn import Block, FeedForward, MultiHeadAttention
 from minitx.nn.efficient import LinearAttention
 from tests.analysis.models import CHANGEABLE, IDS, Checkpointed, model_of, records_of, translation_of
@@ -77,35 +77,40 @@ def test_gradients_flow_through_what_is_computed(what):
     assert float(factor.grad) == pytest.approx(slope, rel=1e-5, abs=1e-8)
 
 
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("to", [0.0, lambda heads: 2 * heads, "a record"], ids=str)
 @pytest.mark.parametrize("by", ["config", "reentrant", "not reentrant"])
-def test_a_recomputed_block_gets_the_record_of_its_forward_pass(by, together):
-    """The backward passes of both calls may follow both forward passes."""
+def test_a_recomputed_block_has_its_change_in_the_context_and_is_refused_outside(by, to):
     gradients = []
     for checkpointing in (False, True):
         model = model_of(torch.float64, checkpointing=checkpointing and by == "config")
         with torch.no_grad(), capture(model, what="heads") as seen:
-            model(OTHER), model(IDS)
-        records, _ = seen.values()
+            model(OTHER)
+        name = "blocks.0.attention.core"
+        records = seen[name]
         if checkpointing and by != "config":
-            model.blocks = nn.ModuleList(Checkpointed(block, by == "reentrant") for block in model.blocks)
-        name = "blocks.0.attention.core" if by == "config" or not checkpointing else "blocks.0.block.attention.core"
-        with intervene(model, "heads", {name: records}):
-            for batches in ([IDS, OTHER],) if together else ([IDS], [OTHER]):
-                sum(model(ids).square().sum() for ids in batches).backward()
+            model.blocks[0], name = Checkpointed(model.blocks[0], by == "reentrant"), "blocks.0.block.attention.core"
+        with intervene(model, "heads", {name: records} if to == "a record" else to, layers=[name]):
+            model(IDS).square().sum().backward()
             loss = model(IDS).sum()
-        gradients.append(copy.deepcopy([p.grad for p in model.parameters()]))
-        with pytest.raises(RuntimeError, match="of intervene") if checkpointing else nullcontext():
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        with (
+            pytest.raises(RuntimeError, match=r"call backward\(\) inside of `with intervene")
+            if checkpointing
+            else nullcontext()
+        ):
             loss.backward()
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
 
 
-def test_a_recomputed_call_that_cannot_be_told_apart_is_refused():
+def test_a_recomputed_block_that_ran_without_its_change_or_has_several_records_is_refused():
     model = model_of(checkpointing=True)
     with torch.no_grad(), capture(model, what="heads") as seen:
         model(OTHER), model(IDS)
-    with intervene(model, "heads", seen, layers=[0]), pytest.raises(RuntimeError, match="2 of its calls have the same heads"):
-        (model(IDS).sum() + model(IDS).sum()).backward()
+    loss = model(IDS).sum()
+    with intervene(model, "heads", 0.0, layers=[0]), pytest.raises(RuntimeError, match="but it ran before without it"):
+        loss.backward()
+    with intervene(model, "heads", seen, layers=[0]), pytest.raises(RuntimeError, match="its 2 records do not say"):
+        model(IDS).sum().backward()
 
 
 @pytest.mark.parametrize(("what", "to", "options", "said"), [
@@ -115,7 +120,7 @@ def test_a_recomputed_call_that_cannot_be_told_apart_is_refused():
     ("heads", torch.zeros(7), {}, "must fit the shape"),
     ("heads", {"blocks.0.attention.core": [torch.zeros(2, 3, 4, 4)]}, {}, "record"),
     ("heads", {}, {}, "records have none"),
-    ("weights", Seen(["blocks.0.attention.core"], "scores"), {}, "what='weights' cannot be replaced by records of 'scores'"),
+    ("weights", CallRecords(["blocks.0.attention.core"], "scores"), {}, "what='weights' cannot be replaced by records of 'scores'"),
     ("heads", lambda heads: None, {}, "must return a tensor, got NoneType"),
     ("heads", 0.0, {"positions": [True, False]}, r"positions=\[True, False\] must be numbers from 0"),
     ("heads", 0.0, {"layers": []}, r"layers=\[\]"),

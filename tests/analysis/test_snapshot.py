@@ -8,7 +8,7 @@ from torch import nn
 
 from minitx.analysis import read_snapshots, take_snapshot
 from minitx.analysis.answers import Answer, Answers
-from minitx.analysis.snapshot import Tally, read_snapshot, typical_row, write_snapshot
+from minitx.analysis.snapshot import AnswerCounts, read_snapshot, typical_row, write_snapshot
 from minitx.analysis.snapshot_sources import snapshot_of_weights
 from minitx.config import TransformerConfig
 from minitx.nn import MultiHeadAttention, Padding, build_model
@@ -153,7 +153,7 @@ def recall_of(found, right):
 def test_a_row_that_is_cut_out_keeps_the_counts_of_all_rows():
     whole = recall_of(found=[True, True, False, True], right=[True, False, False, False])
     tally = whole.sentence(2).sentence(0).tally
-    assert tally == Tally(row=2, rows=4, asked=4, right=1, keyed=4, on_key={"0": [0, 3]})
+    assert tally == AnswerCounts(row=2, rows=4, asked=4, right=1, keyed=4, on_key={"0": [0, 3]})
     assert replace(whole, answers=None).sentence(2).tally is None
 
 

@@ -11,7 +11,7 @@ import torch
 from pages import SOURCE, TARGET, choose, is_dark, random_snapshot, shows_focus, unnamed, weak_texts, with_answers
 
 from minitx.analysis.answers import Answer
-from minitx.analysis.snapshot import Tally
+from minitx.analysis.snapshot import AnswerCounts
 from minitx.analysis.viewer import Trace, View, view, viewer_page
 from tests.waiting import wait_for
 
@@ -503,7 +503,7 @@ def test_two_views_in_a_notebook_are_independent(visit):
 def counted(snapshot, right, on_key):
     """The snapshot as row 2 of 8, with so many right answers, and so many favourite keys of the only layer's heads."""
     name, H = snapshot.maps[0].name, snapshot.maps[0].weights.shape[1]
-    return replace(snapshot, tally=Tally(2, 8, asked=8, right=right, keyed=8, on_key={name: [on_key] * H}))
+    return replace(snapshot, tally=AnswerCounts(2, 8, asked=8, right=right, keyed=8, on_key={name: [on_key] * H}))
 
 
 COUNTED = [

@@ -11,7 +11,7 @@ import transformers
 from minitx.cli.compose import compose_config
 from minitx.config import ConfigError, RunConfig, TransformerConfig, to_dict
 from minitx.data.tokenizer import train_tokenizer
-from minitx.generation.decoding import eos_ids
+from minitx.generation.reader import eos_ids
 from minitx.interop import load_hf, release_hf, save_hf
 from minitx.nn import DecoderLM
 from minitx.training.checkpoint_files import read_checkpoint, write_checkpoint

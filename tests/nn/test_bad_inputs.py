@@ -78,21 +78,6 @@ def appended(*dtypes):
         cache.advance(3)
 
 
-def cross_with_another_memory():
-    cache, cross = mx.LayerCache(8), mha()
-    with torch.no_grad():
-        cross(X, torch.randn(B, S, 12), cache=cache)
-        cross(X, torch.randn(B, L, 12), cache=cache)
-
-
-def another_source():
-    model = build("encoder_decoder", position="rotary").eval()
-    cache = model.make_cache(2 * L)
-    with torch.no_grad():
-        model(IDS, IDS, cache=cache)
-        model(IDS.index_fill(1, torch.tensor([2]), 7), IDS, cache=cache)
-
-
 VALUE_ERRORS = {
     # masks
     "attn_mask: 3-D, which is ambiguous": lambda: attend(attn_mask=bools(B, L, S)),
@@ -190,8 +175,6 @@ VALUE_ERRORS = {
     "num_layers: a cache for another model": lambda: go_on(layers=2),
     "key: another batch after the prompt": lambda: go_on(IDS[:1]),
     "key: another dtype after the first": lambda: appended(torch.float32, torch.bfloat16),
-    "key: another memory": cross_with_another_memory,
-    "memory: of another source": another_source,
     "position_ids: from the middle on": lambda: go_on(position_ids=torch.arange(5, 10)[None]),
     "position_ids: up to the middle": lambda: go_on(before={"position_ids": torch.arange(5)[None]}),
     "key_mask: of all tokens beside a cache": lambda: go_on(key_mask=bools(B, 10)),

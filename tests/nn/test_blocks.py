@@ -236,10 +236,10 @@ def test_dtypes_go_through_unchanged_and_the_gradient_of_a_zero_vector_is_finite
 
 
 @pytest.mark.parametrize("norm_position", NORM_POSITIONS)
-def test_a_block_is_its_residuals_one_after_the_other_whatever_their_add_does(norm_position):
+def test_a_block_is_its_residuals_one_after_the_other_with_their_hooks_and_forwards(norm_position):
     class Halved(mx.Residual):
-        def add(self, x, out):
-            return super().add(x, out) / 2
+        def forward(self, *args, **options):
+            return super().forward(*args, **options) / 2
 
     block, x = build(norm_position=norm_position, residual_scale=1.5), torch.randn(B, L, E, dtype=F64)
     plain = block(x)
@@ -250,3 +250,16 @@ def test_a_block_is_its_residuals_one_after_the_other_whatever_their_add_does(no
     want = block.feedforward_residual(block.attention_residual(x, block.attention), block.feedforward)
     torch.testing.assert_close(block(x), want, rtol=0, atol=1e-13)
     assert not torch.allclose(want, plain, atol=1e-3)
+    with block.feedforward_residual.register_forward_hook(lambda module, args, out: 3 * out):
+        torch.testing.assert_close(block(x), 3 * want, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("options", [{"parallel": True}, {"cross_attention": mx.MultiHeadAttention(E, H)}], ids=str)
+def test_hooks_on_every_residual_of_a_block_fire(options):
+    block, memory = build(**options).float(), torch.randn(B, L, E) if "cross_attention" in options else None
+    names = []
+    residuals = [(name, module) for name, module in block.named_children() if isinstance(module, mx.Residual)]
+    for name, module in residuals:
+        module.register_forward_hook(lambda module, args, out, name=name: names.append(name))
+    block(torch.randn(B, L, E), memory=memory)
+    assert sorted(names) == sorted(name for name, _ in residuals) != []

@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import itertools
+import random
 from contextlib import nullcontext
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from sizes import FUSED_CPU, OpRecorder, assert_same, in_pieces, tokens
 from sizes import small_model as model
 
-from minitx.nn import KVCache, MultiHeadAttention, PrefixLM, SlidingWindow
+from minitx.nn import BlockSparse, Causal, DotProductAttention, KVCache, LayerCache, MultiHeadAttention, PrefixLM, SlidingWindow
 from minitx.nn.efficient import LinearAttention
 
 E, H, L = 12, 3, 23
@@ -75,6 +77,22 @@ def test_a_mask_of_the_caller_counts_keys_from_the_beginning():
         with torch.no_grad():
             got = torch.cat([network(piece, mask=mask, cache=cache) for piece in ids.split([5, 1, 5], dim=1)], dim=1)
         assert_same(got, network(ids, mask=mask))
+
+
+@pytest.mark.parametrize("backend", ["auto", "chunked"])
+@pytest.mark.parametrize("num_patterns", [1, H])
+def test_a_block_pattern_reads_a_growing_cache_as_it_reads_the_whole_row(backend, num_patterns):
+    """Also a pattern with more blocks than the row."""
+    pattern, draw = torch.arange(num_patterns * 49).view(-1, 7, 7) % 3 > 0, random.Random(num_patterns)
+    visible = torch.tensor([[[bool(p[i // 4, j // 4]) and j <= i for j in range(L)] for i in range(L)] for p in pattern])
+    mask = BlockSparse(pattern if num_patterns > 1 else pattern[0], 4) & Causal()
+    attention, x = MultiHeadAttention(E, H, core=DotProductAttention(backend=backend)).double(), torch.randn(2, L, E).double()
+    for num_pieces in (1, 4, 11):
+        edges = [0, *sorted(draw.sample(range(1, L), num_pieces - 1)), L]
+        cache = LayerCache(L)
+        with torch.no_grad():
+            pieces = [attention(x[:, a:b], attn_mask=mask, cache=cache) for a, b in itertools.pairwise(edges)]
+            assert_same(torch.cat(pieces, dim=1), attention(x, attn_mask=visible[None]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -226,6 +244,18 @@ def test_a_cache_takes_its_source_again_encoded_anew_or_in_other_rows():
         for step in (5, 6):
             got = network(None, target[rows, step : step + 1], memory=memory[rows], cache=cache)
             assert_same(got, want[rows, step : step + 1])
+
+
+def test_cross_attention_reads_the_memory_that_it_is_given_and_projects_it_once():
+    attention, x, cache = MultiHeadAttention(E, H), torch.randn(2, 5, E), LayerCache(8)
+    projected = []
+    attention.k_proj.register_forward_hook(lambda module, args, out: projected.append(args[0]))
+    first, second, longer = torch.randn(2, 7, E), torch.randn(2, 7, E), torch.randn(2, 9, E)
+    with torch.no_grad():
+        for memory in (first, first, second, second, longer, first):
+            assert_same(attention(x, memory, cache=cache), attention(x, memory), 1e-6)
+    given = [first, first, first, second, second, second, longer, longer, first, first]  # without the cache, each call projects
+    assert [tensor.data_ptr() for tensor in projected] == [tensor.data_ptr() for tensor in given]
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 3}, {"window": (3, None)}, {"attention": "linear"}], ids=str)

@@ -65,6 +65,7 @@ TESTS = {
     "minitx/analysis/statistics.py": ["tests/analysis/test_attention_statistics.py"],
     "minitx/check/properties.py": ["tests/check/test_properties.py"],
     "minitx/generation/decoding.py": ["tests/test_generation.py"],
+    "minitx/generation/reader.py": ["tests/test_generation.py"],
     "minitx/nn/folding.py": ["tests/nn/test_fold_scale.py"],
     "minitx/interop/adopted_fold.py": [
         *(f"{ADOPT}{name}" for name in (

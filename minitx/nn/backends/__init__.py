@@ -1,22 +1,23 @@
 """The backends of ``scaled_dot_product_attention``: choosing, explaining and registering them.
 
-Every backend gives the same result as ``math``, or refuses the call with a reason. ``auto`` runs the
-first backend of the table ``AUTO`` whose condition holds: usually torch's fused kernel, ``flex`` for what this kernel lacks on an
-accelerator, ``chunked`` for large matrices and sparse masks on a CPU, and torch's plain path or ``math`` for the rest.
+Every backend gives the same result as ``math``, or refuses the call with a reason. ``auto`` chooses by the kind of call (``choose``):
+usually torch's fused kernel, ``flex`` for what this kernel lacks on an accelerator, ``chunked`` for large matrices and sparse masks
+on a CPU, and torch's plain path or ``math`` for the rest.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.compiler import is_compiling
 
 from minitx.nn.backends import chunked, flex, sdpa
 from minitx.nn.bias import Bias
-from minitx.nn.functional import AttentionCall, attention_weights, make_call, reference_attention
+from minitx.nn.functional import AttentionCall, make_call, reference_attention, with_weights
 from minitx.nn.masks import Mask, simplify
 
 
@@ -104,99 +105,88 @@ def unregister_backend(name: str) -> None:
     del _REGISTRY[name]
 
 
-class CallFacts(NamedTuple):
-    """The facts about a call that ``AUTO`` uses: types and sizes only."""
-
-    call: AttentionCall
-    num_scores: int  # B · H · L · S
-    num_queries: int
-    on_cpu: bool
-    transformed: bool  # inside of torch.func, or with dual tensors
-    adds: bool  # soft-cap or sinks
-    sparse: bool  # the mask hides most tiles
-    fused: bool  # torch has a fused kernel for the call
-
-    @staticmethod
-    def of(call: AttentionCall) -> CallFacts:
-        B, H, L, S = call.shape
-        transformed = bool(call.transforms())
-        adds = call.softcap is not None or call.sinks is not None
-        sparse = call.mask is not None and call.mask.is_sparse
-        if sparse:  # a window as long as the keys hides nothing
-            mask = simplify(call.mask, L, S)
-            sparse = mask is not None and mask.is_sparse
-        fused = not transformed and not adds and sdpa.falls_back(call) is None
-        return CallFacts(call, B * H * L * S, L, call.query.device.type == "cpu", transformed, adds, sparse, fused)
-
-    def tiles_win(self, start: int) -> bool:
-        """Whether the call has at least ``start`` scores and ``chunked`` supports it. In a compiled graph, ``chunked`` causes a graph break."""
-        return self.num_scores >= start and not is_compiling() and chunked.why_not(self.call) is None
-
-
-# ``auto`` runs the backend of the first line whose condition holds, and torch's plain path if none does. ``benchmarks/attention.py`` measures the sizes.
-AUTO: tuple[tuple[Callable[[CallFacts], bool], Backend, str], ...] = (
-    (lambda f: f.fused and not f.sparse, SDPA, "torch's fused kernel supports it"),
-    (lambda f: f.transformed and sdpa.why_not(f.call) is None, SDPA, "only torch's kernels support torch.func"),
-    (lambda f: f.transformed, MATH, "no kernel supports this derivative"),
-    (
-        lambda f: not f.on_cpu and (f.adds or f.sparse) and flex.why_not(f.call) is None,
-        FLEX,
-        "it supports what torch's kernels lack",
-    ),
-    (lambda f: f.adds and f.on_cpu and f.num_queries == 1 and f.tiles_win(0), CHUNKED, "one query is one tile"),
-    (lambda f: f.adds and f.num_queries > 1 and f.tiles_win(CHUNKED_FROM), CHUNKED, "tiles beat a large matrix"),
-    (lambda f: f.adds, MATH, "torch's kernels have no soft-cap and no sinks"),
-    (lambda f: f.fused and f.on_cpu and _few_tiles(f), CHUNKED, "it skips hidden tiles, which torch's CPU kernel computes"),
-    (lambda f: f.fused, SDPA, "torch's fused kernel supports it"),
-    (
-        lambda f: f.num_queries > 1 and f.tiles_win(CHUNKED_FROM if f.call.dropout_p > 0.0 else CHUNKED_FROM_OVER_PLAIN),
-        CHUNKED,
-        "torch has no fused kernel; tiles beat its plain path",
-    ),
-)
-
-
-def _few_tiles(facts: CallFacts) -> bool:
-    return facts.tiles_win(CHUNKED_FROM) and chunked.share_of_tiles(facts.call) <= FEW_TILES
-
-
 def choose(call: AttentionCall, backend: str) -> tuple[Backend, str]:
-    """Return the backend for a name, and the reason if ``auto`` chose it. A named backend may not support the call."""
+    """Return the backend for a name, and the reason if ``auto`` chose it. A named backend may not support the call.
+
+    ``auto`` reads types and sizes only. ``benchmarks/attention.py`` measures the sizes.
+    """
     if backend != "auto":
         if backend not in _REGISTRY:
             raise ValueError(f"backend={backend!r} must be one of {', '.join(backend_names())}")
         return _REGISTRY[backend], ""
-    facts = CallFacts.of(call)
-    for holds, chosen, reason in AUTO:
-        if holds(facts):
-            return chosen, reason
+    if call.transforms():
+        return _for_derivatives(call)
+    if call.softcap is not None or call.sinks is not None:
+        return _for_cap_or_sinks(call)
+    if call.mask is not None and call.mask.is_sparse:
+        return _for_sparse_mask(call)
+    return _for_plain(call)
+
+
+def _for_derivatives(call: AttentionCall) -> tuple[Backend, str]:
+    """Inside of torch.func, or with dual tensors."""
+    if sdpa.why_not(call) is None:
+        return SDPA, "only torch's kernels support torch.func"
+    return MATH, "no kernel supports this derivative"
+
+
+def _for_cap_or_sinks(call: AttentionCall) -> tuple[Backend, str]:
+    num_queries, on_cpu = call.shape[2], call.query.device.type == "cpu"
+    if not on_cpu and flex.why_not(call) is None:
+        return FLEX, "it supports what torch's kernels lack"
+    if on_cpu and num_queries == 1 and _tiles_win(call, 0):
+        return CHUNKED, "one query is one tile"
+    if num_queries > 1 and _tiles_win(call, CHUNKED_FROM):
+        return CHUNKED, "tiles beat a large matrix"
+    return MATH, "torch's kernels have no soft-cap and no sinks"
+
+
+def _for_sparse_mask(call: AttentionCall) -> tuple[Backend, str]:
+    """The mask hides most tiles, unless it hides nothing in this call: a window as long as the keys."""
+    mask = simplify(call.mask, *call.shape[2:])
+    if mask is None or not mask.is_sparse:
+        return _for_plain(call)
+    if call.query.device.type != "cpu":
+        return (FLEX, "it supports what torch's kernels lack") if flex.why_not(call) is None else _for_plain(call)
+    if _tiles_win(call, CHUNKED_FROM) and sdpa.falls_back(call) is None and chunked.share_of_tiles(call) <= FEW_TILES:
+        return CHUNKED, "it skips hidden tiles, which torch's CPU kernel computes"
+    return _for_plain(call)
+
+
+def _for_plain(call: AttentionCall) -> tuple[Backend, str]:
+    if sdpa.falls_back(call) is None:
+        return SDPA, "torch's fused kernel supports it"
+    if call.shape[2] > 1 and _tiles_win(call, CHUNKED_FROM if call.dropout_p > 0.0 else CHUNKED_FROM_OVER_PLAIN):
+        return CHUNKED, "torch has no fused kernel; tiles beat its plain path"
     return SDPA, "torch's plain path is the fastest for a small matrix"
 
 
-def attend(call: AttentionCall, backend: str = "auto", *, strict: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-    """Run a checked call. If weights are needed, they are computed in addition to the kernel's output.
+def _tiles_win(call: AttentionCall, start: int) -> bool:
+    """Whether the call has at least ``start`` scores and ``chunked`` supports it. In a compiled graph, ``chunked`` causes a graph break."""
+    return math.prod(call.shape) >= start and not is_compiling() and chunked.why_not(call) is None
+
+
+def backend_for(call: AttentionCall, name: str = "auto", *, strict: bool = False) -> Backend:
+    """Return the backend that runs a checked call.
 
     Args:
-        call: as ``make_call`` returns it. backend: a name, or ``auto``.
+        call: as ``make_call`` returns it.
+        name: the backend's name, or ``auto``.
         strict: raise an error if no fused kernel would be used, except for an empty call.
-
-    Returns:
-        (B, H, L, Dv), or with ``call.need_weights`` ``(output, weights)``.
 
     Raises:
         ValueError: an unknown name. NotImplementedError (a RuntimeError): the named backend does not support the call. The
             message gives the reason and the backends that do. RuntimeError: with ``strict``, no fused kernel would be used.
     """
     if call.scores is not None or call.weights is not None:
-        backend, strict = "math", False  # no kernel accepts scores or weights
-    chosen, _ = choose(call, backend)
-    if backend != "auto" and (reason := chosen.why_not(call)) is not None:
+        return MATH  # no kernel accepts scores or weights
+    chosen, _ = choose(call, name)
+    if name != "auto" and (reason := chosen.why_not(call)) is not None:
         able = ", ".join(other.name for other in _REGISTRY.values() if other.why_not(call) is None)
         raise NotImplementedError(f"backend {chosen.name!r} cannot serve this call: {reason}; {able} can")
     if strict and call.query.numel() > 0 and (reason := chosen.falls_back(call)) is not None:
         raise RuntimeError(f"strict: backend {chosen.name!r} would serve this call without a fused kernel: {reason}")
-    output = chosen.run(call)
-    return (output, attention_weights(call).to(call.query.dtype)) if call.need_weights else output
+    return chosen
 
 
 def scaled_dot_product_attention(
@@ -249,7 +239,9 @@ def scaled_dot_product_attention(
     torch.Size([2, 3, 5, 7])
     """
     options: dict[str, Any] = {"attn_bias": attn_bias, "softcap": softcap, "sinks": sinks, "need_weights": need_weights}
-    return attend(make_call(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **options), backend)
+    call = make_call(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **options)
+    output = backend_for(call, backend).run(call)
+    return with_weights(call, output) if need_weights else output
 
 
 @dataclass(frozen=True)

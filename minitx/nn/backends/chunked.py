@@ -248,7 +248,7 @@ class Gradients(torch.autograd.Function):
         with full_precision(query.device):
             problem = Problem(settings, query, key, value, sinks, bias_tensors)
             d_query, d_key, d_value = (t.new_zeros(t.shape) for t in (problem.query, problem.key, problem.value))
-            bias_gradient = BiasGradient(problem, bias_tensors, needs_grad[1:])
+            bias_gradient = BiasGradientSum(problem, bias_tensors, needs_grad[1:])
             delta = (grad * output).sum(-1, keepdim=True)
             for rows, strip in settings.plan:
                 d_out, q = grad[:, :, rows], problem.query[:, :, rows]
@@ -278,7 +278,7 @@ class Gradients(torch.autograd.Function):
         raise RuntimeError("backend 'chunked' is not twice differentiable (create_graph=True); backend='math' is")
 
 
-class BiasGradient:
+class BiasGradientSum:
     """Sums the gradients of a bias over the tiles, into ``sums``: one sum for each tensor, None if it needs no gradient."""
 
     def __init__(self, problem: Problem, tensors: Sequence[Tensor], needs_grad: Sequence[bool]) -> None:

@@ -1,25 +1,30 @@
 """``sdpa``: torch's fused kernels, called through ``F.scaled_dot_product_attention``.
 
-How torch's function differs from ours, and how this file handles each difference:
+Where torch's function differs from ours, and what this file does:
 
-* In torch ``scale=None`` means 1/√D. We always pass a number, 1.0 for unscaled attention.
-* The fused kernels give NaN for a scale of zero or less, because they multiply by the scale after they have set hidden scores to
-  -inf. We multiply the query by the sign (or by zero) and pass a positive scale.
-* Torch's ``is_causal`` is upper-left aligned and must not be combined with a mask. We set it only for a square call whose mask is
-  ``Causal`` alone. Every other mask becomes a tensor.
-* A row without a visible key gets all keys, and its output is set to zero afterwards. No kernel has to handle an empty row.
-* Keys and values that no query may see are set to zero, so that a NaN there does not leak. On a CPU this is skipped if all
-  of them are finite.
-* On a CPU torch silently leaves its fused kernel for dropout, for a bias that requires grad, and for Dv ≠ D.
-  ``falls_back`` reports it.
-* The fused CPU kernel stores the log-sum-exp of each row for the backward pass. If all visible keys of a query have a bias of -1e9,
-  float32 keeps no digit of the sum, and gradients are as many times too large as there are keys. ``math`` computes such a call if a
-  gradient is recorded and the bias can be read at no cost: not on accelerators, in a compiled graph, or inside of torch.func.
-* The memory-efficient CUDA kernel has no grouped heads. With a mask we repeat keys and values for each group, which costs less than
-  an L × S matrix.
-* On Hopper GPUs torch 2.11 and later prefers cuDNN, which builds a plan for every new shape, refuses some dropout rates and
-  deterministic mode, and can return NaN gradients. We leave it out, unless the caller chose the kernels with
-  ``torch.nn.attention.sdpa_kernel``.
+=====================================================  ==============================================================================
+condition                                              reason, and answer
+=====================================================  ==============================================================================
+no scale is given                                      ``scale=None`` means 1/√D in torch: ``run`` always passes a number
+scale ≤ 0                                              the kernels multiply by it after they set hidden scores to -inf, which gives
+                                                       NaN: ``run`` multiplies the query by the sign (or by 0)
+``Causal`` alone, L = S                                torch's ``is_causal`` is upper-left aligned and excludes a mask: ``_plan`` sets
+                                                       it here only, and makes every other mask a tensor
+a row without a visible key                            no kernel has to handle it: it gets all keys (``_plan``), and its output is set
+                                                       to zero
+keys that no query sees                                a NaN there would leak: ``run`` zeroes them, on a CPU only if they are not
+                                                       finite (``_is_harmless``)
+CPU: dropout, a bias that learns, Dv ≠ D               torch leaves its fused kernel silently: ``falls_back`` reports it
+CPU, gradients: all visible keys of a query have a     float32 keeps no digit of the log-sum-exp that the kernel stores, so gradients
+bias of -1e9                                           are too large: ``math`` computes the call (``_loses_log_sum``). Not seen on
+                                                       accelerators, in a compiled graph and in torch.func, where values are not read
+CUDA: grouped heads and a mask                         the memory-efficient kernel has no grouped heads: ``run`` repeats keys and
+                                                       values, which costs less than an L × S matrix
+CUDA: Hopper and later, torch ≥ 2.11                   cuDNN comes first there, plans every new shape, refuses some dropout rates and
+                                                       deterministic mode, and can return NaN gradients: ``_choice`` leaves it out,
+                                                       unless the caller chose with ``torch.nn.attention.sdpa_kernel``
+autocast                                               it would round queries, keys, values and a float32 bias: ``run`` disables it
+=====================================================  ==============================================================================
 
 The kernel's form of a mask is computed once and stored with the mask, so the layers of a model share it. Known difference:
 torch's CPU kernel gives 0 for a query that contains a NaN, where ``math`` gives NaN.
