@@ -77,7 +77,7 @@ def test_gradients_flow_through_what_is_computed(what):
     assert float(factor.grad) == pytest.approx(slope, rel=1e-5, abs=1e-8)
 
 
-@pytest.mark.parametrize("to", [0.0, lambda heads: 2 * heads, "a record"], ids=str)
+@pytest.mark.parametrize("to", [0.0, lambda heads: 2 * heads, "a record"], ids=["a number", "a function", "a record"])
 @pytest.mark.parametrize("by", ["config", "reentrant", "not reentrant"])
 def test_a_recomputed_block_has_its_change_in_the_context_and_is_refused_outside(by, to):
     gradients = []

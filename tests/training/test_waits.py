@@ -164,7 +164,7 @@ def without_probes(counted, step):
     probe, file, rest = (collections.Counter() for _ in range(3))
     for wait, count in counted.items():
         place = wait[2].removeprefix("minitx/").rpartition(":")[0]
-        is_latch = place == "training/module.py"
+        is_latch = place == "training/nonfinite.py"
         (probe if place in OF_A_PROBE or is_latch else file if place in OF_A_FILE else rest)[wait] = count
     # steps 0 and 1 are probed in the same step, and the batch is uploaded there
     uploads = collections.Counter({wait: count for wait, count in probe.items() if wait[0] == "up"})
