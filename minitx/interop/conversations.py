@@ -18,7 +18,7 @@ from minitx.config import ConfigError
 from minitx.config.packages import package
 from minitx.config.schema import Count, Fraction, first_line, require
 from minitx.data.documents import DocumentRows, Ragged, learned_marks, task_of
-from minitx.data.tables import column_of, divided, hold_out, load_tables, share_of
+from minitx.data.tables import checksum_of, column_of, divided, hold_out, load_tables, share_of
 from minitx.data.task import Task, VocabSize
 from minitx.data.tokenizer import Tokenizer, count_unknown, require_marks
 from minitx.data.tokenizer_choice import find_or_train_tokenizer
@@ -229,7 +229,10 @@ def chat(
             "data.template has no special token at the end of {% generation %}: the model does not learn to end an answer"
         )
     task = task_of(name, train, val, tokenizer, ends, bucket, left_out={"train": train_left_out, "val": val_left_out})
-    return replace(task, encode_prompt=lambda text: format.prompt(text)[0].tolist())
+    checksum = checksum_of(
+        *([repr(chat) for chat in chats] for chats in splits)
+    )  # not of the rows: a template may write the date
+    return replace(task, encode_prompt=lambda text: format.prompt(text)[0].tolist(), checksum=checksum)
 
 
 def _conversation_rows(

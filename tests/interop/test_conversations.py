@@ -329,6 +329,16 @@ def test_a_learned_tokenizer_knows_what_a_given_template_writes(path, tokenizer)
     assert task.tokenizer.decode(task.train[0]["input_ids"]).count("«Q» ") > 0
 
 
+def test_the_checksum_of_conversations_changes_with_their_texts_alone(write_text):
+    def checksum(chat_rows, name, **options):
+        rows = "\n".join(json.dumps({"messages": row}) for row in chat_rows)
+        return chat(path=write_text(rows, name), tokenizer="char", **options).checksum
+
+    other = [*CHAT[:-1], {**CHAT[-1], "content": CHAT[-1]["content"][::-1]}]
+    whole = checksum([CHAT] * 5, "a.jsonl")
+    assert checksum([CHAT] * 5, "moved.jsonl", context_len=64) == whole != checksum([CHAT] * 4 + [other], "b.jsonl")
+
+
 def test_what_ends_an_answer_ends_generation(write_text):
     path = write_text("\n".join([json.dumps({"messages": CHAT})] * 3), "a.jsonl")
     theirs = tokenizers.Tokenizer.from_str(train_tokenizer("bpe", [LETTERS], vocab_size=300).to_dict()["json"])
