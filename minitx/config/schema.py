@@ -256,7 +256,7 @@ def _read_union(parts: Sequence[Any], value: Any, key: str) -> Any:
     nodes = [hint for hint in parts if _is_part(hint) or get_origin(hint) is Mapping]
     groups = [hint for hint in parts if dataclasses.is_dataclass(hint)]
     others = [hint for hint in parts if hint not in (*nodes, *groups, str, types.NoneType)] + [str] * (str in parts)
-    if isinstance(value, tuple(groups)):
+    if any(isinstance(value, typing.cast(type, group)) for group in groups):
         return value
     of_groups = nodes if is_node(value) or _is_part(value) else groups if isinstance(value, Mapping) else []
     if options := of_groups or (not others and (groups or nodes)):
