@@ -78,7 +78,7 @@ _READS_RESULTS = (
     "analysis/viewer/",
     *(f"analysis/{name}.py" for name in ("experiments", "figures", "film", "heads", "interventions", "lens", "wandb_files")),
     *(f"cli/{name}.py" for name in ("check", "evaluate", "export", "generate", "inputs", "play", "source_files", "train")),
-    *(f"cli/{name}.py" for name in ("view", "view_config", "view_models", "view_records", "viewed_models")),
+    *(f"cli/{name}.py" for name in ("view", "view_config", "view_models", "view_records", "opened_models")),
     *(f"cli/{name}.py" for name in ("command_line", "exit_codes", "flags", "hydra_errors")),
 )
 _OTHER_CONFIGS = ("ablation/", "logger/")

@@ -11,8 +11,8 @@ from minitx.analysis.snapshot import Snapshot
 from minitx.analysis.viewer import Trace
 from minitx.cli.command_line import checkpoint_of
 from minitx.cli.inputs import RowInputs, attention_of, paired
+from minitx.cli.opened_models import CheckpointModel, FolderModel
 from minitx.cli.view_config import ViewConfig
-from minitx.cli.viewed_models import CheckpointModel, FolderModel
 from minitx.config import ConfigError
 from minitx.config.schema import require
 from minitx.training.checkpoint_files import read_checkpoint
