@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.composing import composing_anew
 
-LIMITS = {"attention": 2_446, "char_lm": 9_212}
+LIMITS = {"attention": 2_446, "char_lm": 9_179}
 """Code lines of minitx: of the import of one block, and of two steps of a run."""
 
 AROUND = {"analysis", "check", "interop"}

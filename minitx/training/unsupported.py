@@ -13,7 +13,6 @@ from minitx.config.part import defaults
 from minitx.config.schema import require
 from minitx.config.signatures import parameter_names
 from minitx.config.training import REPLACED
-from minitx.config.unknown_keys import nearest
 from minitx.training.lightning_private import saves_by_step
 
 _OF_EPOCHS = ("limit_train_batches", "check_val_every_n_epoch", "min_epochs", "reload_dataloaders_every_n_epochs")
@@ -43,7 +42,10 @@ def check_extra(extra: Mapping[str, Any]) -> None:
     keys = {name: f"trainer.{name}" for name in defaults(TrainerConfig)} | REPLACED
     for name in sorted(extra):
         entry = f"trainer.extra.{name}"
-        require(name in arguments, f"{entry} is not an argument of Lightning's Trainer{nearest(name, sorted(arguments))}")
+        if name not in arguments:
+            from minitx.config.unknown_keys import nearest  # only errors need it
+
+            raise ConfigError(f"{entry} is not an argument of Lightning's Trainer{nearest(name, sorted(arguments))}")
         require(name not in keys, f"{entry} is not allowed: use {keys.get(name)}")
         require(name not in UNSUPPORTED, f"{entry} {UNSUPPORTED.get(name)}")
 
